@@ -72,7 +72,8 @@ class Answer:
 
 
 class CacheServer:
-    """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory."""
+    """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. With `lends`, restored
+    sequences read KV in RAM where it is, however short they are, on a CPU."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class CacheServer:
         checkpoint_interval_tokens: int = 64,
         is_enabled: bool = True,
         is_pipelined: bool = False,
+        lends: bool = False,
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),
         draft: Path | None = None,
@@ -104,7 +106,13 @@ class CacheServer:
         runner = ModelRunner(
             source=source,
             tokenizer=tokenizer,
-            settings=RunnerSettings(BLOCK, kv_bits, kv_group_size, is_pipelined),
+            settings=RunnerSettings(
+                BLOCK,
+                kv_bits,
+                kv_group_size,
+                is_pipelined,
+                least_lent_layer_bytes=0 if lends else 1 << 30,
+            ),
             clock=clock,
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )

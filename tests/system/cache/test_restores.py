@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from pathlib import Path
 
@@ -170,6 +171,47 @@ def test_letting_go_of_what_a_restore_is_made_from_counts_as_nothing(tmp_path: P
         assert served.controller.yield_ram(10 * whole) == whole - held
         served.step_until_idle()
         assert served.answer("again").cache.ram_token_count == 4 * BLOCK
+        served.check()
+
+
+def test_letting_go_of_what_a_sequence_reads_where_it_is_counts_as_nothing(tmp_path: Path) -> None:
+    """Its arrays live until the sequence ends, and only then is there memory to be had for them."""
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, least_lent_token_count=4 * BLOCK)) as served:
+        served.ask("first", TOKENS)
+        served.ask("other", OTHERS)
+        whole = served.controller.yieldable_bytes()
+        served.submit("again", TOKENS, max_output_tokens=3)
+        while not served.scheduler.decoding_count:
+            served.loop.step()
+        assert served.controller.yieldable_bytes() == whole - 4 * BLOCK_BYTES
+        served.step_until_idle()
+        assert served.answer("again").cache.ram_token_count == 4 * BLOCK
+        assert served.controller.yieldable_bytes() >= whole
+        served.submit("short", TOKENS[: 3 * BLOCK + 1], max_output_tokens=3)
+        whole = served.controller.yieldable_bytes()
+        while not served.scheduler.decoding_count:
+            served.loop.step()
+        assert served.controller.yieldable_bytes() == whole, "what is short is copied"
+        served.step_until_idle()
+        served.check()
+
+
+@pytest.mark.parametrize("end", ["cancel", "park"])
+def test_what_a_sequence_read_is_let_go_of_however_it_ends(tmp_path: Path, end: str) -> None:
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, least_lent_token_count=1)) as served:
+        served.ask("first", TOKENS)
+        whole = served.controller.yieldable_bytes()
+        served.submit("again", TOKENS, max_output_tokens=50)
+        while not served.scheduler.decoding_count:
+            served.loop.step()
+        assert served.controller.yieldable_bytes() < whole
+        if end == "cancel":
+            assert isinstance(served.cancel("again"), Failed)
+        else:
+            (sequence,) = served.scheduler.running
+            served.loop._park(sequence)
+        assert served.controller.yieldable_bytes() >= whole
+        served.step_until_idle()
         served.check()
 
 

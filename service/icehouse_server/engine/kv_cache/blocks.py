@@ -7,6 +7,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol, cast
 
+import mlx.core as mx
+
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
@@ -63,6 +65,7 @@ class RunnerBlocks:
         self._thread = thread
         self._layout: CacheLayout | None = None
         self._kv_shapes: tuple[KvShape, ...] = ()
+        self._lent_places: frozenset[int] = frozenset()
         self._restoring: dict[SequenceId, Restoring] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
@@ -78,6 +81,18 @@ class RunnerBlocks:
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
         self.facts = dataclasses.replace(_facts_of(self._layout), growth=growth)
+
+    @property
+    def kv_dtypes(self) -> frozenset[mx.Dtype]:
+        """Of what is kept of each token, after `measure`."""
+        return frozenset(shape.dtype for shape in self._kv_shapes)
+
+    def lend(self, places: Collection[int], *, least_token_count: int) -> None:
+        """Let restored sequences of so many tokens and more read, in the caches at these places, what blocks
+        in RAM hold where it is. After `measure`; only where attention takes `Segments`."""
+        assert self._kv_shapes and least_token_count >= 1
+        self._lent_places = frozenset(places)
+        self.facts = dataclasses.replace(self.facts, least_lent_token_count=least_token_count)
 
     def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.
@@ -151,6 +166,7 @@ class RunnerBlocks:
             token_count=restore.token_count,
             capacity_token_count=restore.capacity_token_count,
             make_caches=self._sequences.fresh_caches,
+            lent_places=self._lent_places if self.facts.lends(restore.token_count) else (),
         )
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
@@ -208,4 +224,10 @@ def _source_of(restore: RestoreInput) -> RestoreSource:
     if restore.loaded is None or restore.target is None:
         return RestoreSource(blocks)
     target = cast("KvTarget", restore.target)
-    return RestoreSource(blocks, LoadedKv(target, restore.origin_token_index, restore.loaded.end_token_index))
+    loaded = LoadedKv(
+        target,
+        restore.origin_token_index,
+        restore.loaded.end_token_index,
+        first_token_index=restore.target_origin_token_index,
+    )
+    return RestoreSource(blocks, loaded)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +28,8 @@ from mlx_lm.models.cache import (
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import opaque_state
-from icehouse_server.engine.kv_cache.held import Held, keys_and_values, none_held
+from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
+from icehouse_server.engine.kv_cache.held import Held, HeldSegments, keys_and_values, none_held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS
 from icehouse_server.errors import ModelError, Reason
@@ -85,7 +86,7 @@ class CacheClass:
         """What must be equal for a restore, beside class and window."""
         return ()
 
-    def held(self, cache: Cache) -> Held:
+    def held(self, cache: Cache) -> Held | HeldSegments:
         """Describe where the tokens of one sequence's cache lie; of kv and window."""
         raise AssertionError(f"{self.name} holds no tokens that can be cut")
 
@@ -146,7 +147,7 @@ class PlainKv(CacheClass):
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type()
 
-    def held(self, cache: Cache) -> Held:
+    def held(self, cache: Cache) -> Held | HeldSegments:
         if cache.keys is None:
             return none_held()
         return Held(keys_and_values(cache), 0, cache.offset, cache.offset)
@@ -175,6 +176,21 @@ class PlainKv(CacheClass):
     def mark(self, cache: Cache) -> Undo:
         offset = cache.offset
         return lambda: self.rewind(cache, cache.offset - offset)
+
+
+class BorrowingKv(PlainKv):
+    """BorrowingCache, which is this server's: its first tokens lie where the prefix cache keeps them."""
+
+    __slots__ = ()
+
+    def held(self, cache: Cache) -> Held | HeldSegments:
+        return cast(HeldSegments, cache.held())
+
+    def make_room(self, cache: Cache, token_count: int) -> None:
+        cache.make_room(token_count)
+
+    def room_token_count(self, cache: Cache) -> int | None:
+        return int(cache.room_token_count)
 
 
 class QuantizedKv(PlainKv):
@@ -243,15 +259,7 @@ class ChunkedKv(CacheClass):
         _trim(cache, count)
 
     def mark(self, cache: Cache) -> Undo:
-        # New array objects: an update writes into the ones that the cache has.
-        arrays = cache.keys[...], cache.values[...]
-        numbers = cache.offset, cache.start_position
-
-        def undo() -> None:
-            cache.keys, cache.values = arrays
-            cache.offset, cache.start_position = numbers
-
-        return undo
+        return _undo_of(cache, "offset", "start_position")
 
 
 class RotatingKv(CacheClass):
@@ -300,15 +308,7 @@ class RotatingKv(CacheClass):
         cache._idx -= count
 
     def mark(self, cache: Cache) -> Undo:
-        # New array objects: an update writes into the ones that the cache has.
-        arrays = cache.keys[...], cache.values[...]
-        numbers = cache.offset, cache._idx
-
-        def undo() -> None:
-            cache.keys, cache.values = arrays
-            cache.offset, cache._idx = numbers
-
-        return undo
+        return _undo_of(cache, "offset", "_idx")
 
 
 class SlottedState(CacheClass):
@@ -379,6 +379,7 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
     entry.cache_type: entry
     for entry in (
         PlainKv(KVCache),
+        BorrowingKv(BorrowingCache),
         QuantizedKv(QuantizedKVCache),
         ChunkedKv(ChunkedKVCache),
         RotatingKv(RotatingKVCache),
@@ -482,6 +483,13 @@ def _first_array(kept: Any) -> mx.array:
     """Return the array, or the first of those, that keys or values are kept in."""
     array: mx.array = kept if isinstance(kept, mx.array) else kept[0]
     return array
+
+
+def _undo_of(cache: Cache, *names: str) -> Undo:
+    # New array objects: an update writes into the ones that the cache has.
+    before = {"keys": cache.keys[...], "values": cache.values[...]}
+    before |= {name: getattr(cache, name) for name in names}
+    return lambda: vars(cache).update(before)
 
 
 def _trim(cache: Cache, count: int) -> None:

@@ -16,14 +16,14 @@ steps, from whichever batch its sequence is in by then. Inference thread only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, parts_of
-from icehouse_server.engine.kv_cache.held import Held
+from icehouse_server.engine.kv_cache.held import Held, HeldSegments
 from icehouse_server.engine.kv_cache.load_target import KvShape, uninitialised
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, Place, places_of
@@ -144,10 +144,12 @@ class CacheLayout:
         token_count: int,
         capacity_token_count: int,
         make_caches: Callable[[], Sequence[Any]],
+        lent_places: Collection[int] = (),
     ) -> Restoring:
         """Prepare caches that have seen `token_count` tokens, with room for `capacity_token_count`.
 
         `Restoring.step` rebuilds one part per call, so that decoding sequences need not wait.
+        `lent_places`: which of the caches, plain ones, read the blocks' arrays where they are.
         Raises StorageError when the source does not cover the tokens or does not fit this model.
         """
         caches = list(make_caches())
@@ -158,6 +160,7 @@ class CacheLayout:
             source,
             token_count=token_count,
             capacity_token_count=capacity_token_count,
+            lent_places=lent_places,
         )
 
     def restore(
@@ -179,16 +182,22 @@ class CacheLayout:
             pass
         return restoring.caches
 
-    def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
+    def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held | HeldSegments]]:
         for part in self.parts:
             if part.kind in kinds:
-                yield part, part.cache_class.held(_found(caches, part))
+                yield part, _held_of(caches, part)
 
 
 def _found(caches: Sequence[Any], part: Part) -> Any:
     cache = leaf(caches, part.path)
-    assert class_of(cache) == part.cache_class, (part.name, part.cache_class.name, type(cache))
+    is_plain = part.cache_class.is_plain and class_of(cache).is_plain
+    assert is_plain or class_of(cache) == part.cache_class, (part.name, part.cache_class.name, type(cache))
     return cache
+
+
+def _held_of(caches: Sequence[Any], part: Part) -> Held | HeldSegments:
+    cache = _found(caches, part)
+    return class_of(cache).held(cache)
 
 
 class KvCutting:
@@ -213,7 +222,7 @@ class KvCutting:
         if not self._buffers:
             self._make_buffers(caches)
         part = self._parts[self._done_count]
-        arrays = part.cache_class.held(_found(caches, part)).cut(self._start, self._stop)
+        arrays = _held_of(caches, part).cut(self._start, self._stop)
         places = self._places[self._placed_count : self._placed_count + len(arrays)]
         for place, (_, array) in zip(places, arrays, strict=True):
             # Nobody else holds the buffer, so this writes rows and does not copy the others.

@@ -58,6 +58,7 @@ class ArrayRegion:
     kind: RegionKind
     buffers: tuple[mx.array, ...]
     places: tuple[Place, ...]
+    _views: list[tuple[str, mx.array]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [place.name for place in self.places]
@@ -76,8 +77,10 @@ class ArrayRegion:
 
     @property
     def arrays(self) -> tuple[tuple[str, mx.array], ...]:
-        """The arrays as they were, each a view of its buffer."""
-        return tuple((place.name, self._view(place)) for place in self.places)
+        """The arrays as they were, each a view of its buffer: the same objects for all who ask."""
+        if not self._views:
+            self._views.extend((place.name, self._view(place)) for place in self.places)
+        return tuple(self._views)
 
     def _view(self, place: Place) -> mx.array:
         buffer = self.buffers[place.buffer]

@@ -10,12 +10,13 @@ What a restore is made from: blocks on the device, and K/V that was read from SS
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
@@ -33,6 +34,7 @@ class Restoring:
         *,
         token_count: int,
         capacity_token_count: int,
+        lent_places: Collection[int] = (),
     ) -> None:
         assert token_count >= 1, token_count
         self._parts = parts
@@ -40,6 +42,7 @@ class Restoring:
         self._source = source
         self.token_count = token_count
         """Tokens that the caches will hold."""
+        self._lent_places = frozenset(lent_places)
         self._capacity = max(token_count, capacity_token_count)
         self._done_count = 0
         self._kv_blocks = [(block, dict(block.kv.arrays)) for block in source.blocks if block.kv is not None]
@@ -72,9 +75,26 @@ class Restoring:
         return self._done_count < len(self._parts)
 
     def _rebuild(self, part: Part, empty: Any) -> Any:
+        if part.path[0] in self._lent_places:
+            return self._lent(part, empty)
         arrays = self._arrays_of(part)
         mx.eval(arrays)
         return part.cache_class.rebuild(empty, arrays, token_count=self.token_count)
+
+    def _lent(self, part: Part, empty: Any) -> BorrowingCache:
+        """Return a cache that reads the blocks where they are, and goes on in what was loaded."""
+        assert part.cache_class.is_plain, part
+        names = [f"{part.name}.{suffix}" for suffix in part.cache_class.suffixes]
+        loaded = self._source.loaded_kv
+        end = self.token_count if loaded is None else loaded.start_token_index
+        lent = [self._kv_pieces(name, end=end) for name in names]
+        mx.eval(lent)
+        cache = BorrowingCache(list(zip(*lent, strict=True)), empty)
+        count = self.token_count - cache.offset
+        if count:
+            assert loaded is not None and loaded.first_token_index == cache.offset, (loaded, cache.offset)
+            cache.go_on(*(loaded.target.take(name, token_count=count) for name in names), token_count=count)
+        return cache
 
     def _arrays_of(self, part: Part) -> dict[str, mx.array]:
         suffixes = part.cache_class.suffixes
@@ -109,15 +129,8 @@ class Restoring:
 
     def _join_kv(self, name: str) -> mx.array:
         """Return [1, heads, capacity, width] with the tokens in front; what was read stays where it is."""
-        pieces: list[mx.array] = []
-        covered = 0
-        for block, arrays in self._kv_blocks:
-            array = _of_length(name, arrays[name], block.token_count)
-            wanted = min(block.end_token_index, self.token_count) - covered
-            if wanted <= 0:
-                break
-            pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
-            covered += wanted
+        pieces = self._kv_pieces(name, end=self.token_count)
+        covered = sum(piece.shape[TOKEN_AXIS] for piece in pieces)
         if covered < self.token_count:
             assert self._source.loaded_kv is not None
             target = self._source.loaded_kv.target.take(name, token_count=self.token_count)
@@ -131,6 +144,21 @@ class Restoring:
             batch, heads, _, width = pieces[0].shape
             pieces.append(mx.zeros((batch, heads, room, width), pieces[0].dtype))
         return _concatenate(name, pieces)
+
+    def _kv_pieces(self, name: str, *, end: int) -> list[mx.array]:
+        """Return what the blocks have of the tokens before `end`, from 0 on; these are their own arrays."""
+        pieces: list[mx.array] = []
+        covered = 0
+        for block, arrays in self._kv_blocks:
+            array = _of_length(name, arrays[name], block.token_count)
+            wanted = min(block.end_token_index, end) - covered
+            if wanted <= 0:
+                break
+            pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
+            covered += wanted
+        if pieces:
+            _check_alike(name, pieces)
+        return pieces
 
     def _join_window(self, name: str, kept: int) -> mx.array:
         """Return the last `kept` tokens, [1, heads, kept, width], in temporal order."""
@@ -194,7 +222,7 @@ class RestoreBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedKv:
-    """Full-length kv arrays whose rows [start, end) were read; rows are tokens of the sequence.
+    """Kv arrays into which tokens [start, end) were read; rows are tokens of the sequence.
 
     Rows before are filled from the blocks, rows behind are room and may hold anything.
     """
@@ -202,6 +230,8 @@ class LoadedKv:
     target: KvTarget
     start_token_index: int
     end_token_index: int
+    first_token_index: int = 0
+    """Token of the arrays' first row; where it is `start_token_index`, what is before is lent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

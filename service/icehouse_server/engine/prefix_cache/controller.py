@@ -11,7 +11,7 @@ from collections.abc import Collection
 from itertools import count
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import Damage, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
@@ -54,6 +54,8 @@ class CacheController:
         self.adopt_budget_s = adopt_budget_s
         """Least time of a step for taking loaded blocks into use."""
         self._restores: dict[SequenceId, Restore] = {}
+        self._lent: dict[SequenceId, tuple[BlockHash, ...]] = {}
+        """Blocks whose arrays sequences read where they are, as long as these live."""
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = load_ids
         self._header_fetches = HeaderFetches(cache, load_ids=load_ids)
@@ -89,7 +91,7 @@ class CacheController:
             self._begin_empty(sequence, plan.report.limit)
             return Phase.PREFILLING
         if restore is None:
-            restore = Restore(sequence, self._clock.monotonic(), plan, self.cache.facts.growth)
+            restore = Restore(sequence, self._clock.monotonic(), plan, self.cache.facts)
             self._restores[sequence.sequence_id] = restore
         else:
             restore.plan_again(plan)
@@ -239,27 +241,29 @@ class CacheController:
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
+        self._lent.pop(sequence.sequence_id, None)
         self._in_flight.forget(sequence)
         self._promotions.forget(sequence)
 
     def yield_ram(
         self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True
     ) -> int:
-        """Let go of blocks in RAM that no restore is made from; `PrefixCache.yield_ram` says how."""
-        return self.cache.yield_ram(size_bytes, spared={*spared, *self._restored_from}, is_urgent=is_urgent)
+        """Let go of blocks in RAM that nobody reads; `PrefixCache.yield_ram` says how."""
+        return self.cache.yield_ram(size_bytes, spared={*spared, *self._in_use}, is_urgent=is_urgent)
 
     def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
         """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
-        return self.cache.yieldable_bytes(spared={*spared, *self._restored_from})
+        return self.cache.yieldable_bytes(spared={*spared, *self._in_use})
 
     def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
         """Return the blocks that a sequence which is yet to begin would start from."""
         return frozenset(self.cache.reusable(sequence)) if self.cache.may_read(sequence) else frozenset()
 
     @property
-    def _restored_from(self) -> set[BlockHash]:
-        """Blocks whose arrays live on in a restore: letting go of them would free nothing."""
-        return {entry.hash for restore in self._restores.values() for entry in restore.plan.entries}
+    def _in_use(self) -> set[BlockHash]:
+        """Blocks whose arrays live on in a restore or a sequence: letting go of them would free nothing."""
+        restoring = (entry.hash for restore in self._restores.values() for entry in restore.plan.entries)
+        return {*restoring, *(name for names in self._lent.values() for name in names)}
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
@@ -378,6 +382,10 @@ class CacheController:
         sequence.processed_token_count = plan.token_count
         sequence.loading_room_token_count = 0
         self.cache.start_chain(sequence, plan.token_count)
+        if self.cache.facts.lends(plan.token_count):
+            pairs = zip(plan.placed, plan.entries, strict=True)
+            lent = (entry.hash for block, entry in pairs if RegionKind.KV in block.regions)
+            self._lent[sequence.sequence_id] = tuple(lent)
         if restore.loaded is not None:
             sequence.unkept = [
                 UnkeptBlock(block.header.hash, restore.read.get(block.header.hash, {}))

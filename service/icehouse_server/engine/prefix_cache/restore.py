@@ -14,11 +14,11 @@ import dataclasses
 
 from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.planner import PrefixPlan
 from icehouse_server.engine.prefix_cache.tiers.ports import (
+    CacheFacts,
     CacheRunner,
     KvCutting,
     KvTarget,
@@ -35,7 +35,7 @@ class Restore:
     sequence: Sequence
     began_time: float
     plan: PrefixPlan
-    growth: KvGrowth = UNALIGNED
+    facts: CacheFacts
     attempt_count: int = 1
     has_failed: bool = False
     is_to_plan: bool = False
@@ -55,7 +55,16 @@ class Restore:
     @property
     def capacity_token_count(self) -> int:
         """Room for the input and the first of the output, so that the next tokens copy nothing."""
-        return self.growth.room(len(self.sequence.input_token_ids), self.sequence.kv_length)
+        return self.facts.growth.room(len(self.sequence.input_token_ids), self.sequence.kv_length)
+
+    @property
+    def target_origin_token_index(self) -> int:
+        """Token of the target's row 0: what lies in RAM before is read where it is, if it can be."""
+        return self.plan.origin_token_index if self.facts.lends(self.plan.token_count) else 0
+
+    @property
+    def target_row_count(self) -> int:
+        return self.capacity_token_count - self.target_origin_token_index
 
     @property
     def awaits_target(self) -> bool:
@@ -65,22 +74,24 @@ class Restore:
     def begin_target(self, runner: CacheRunner) -> None:
         """Have kv read straight into the arrays that will be the sequence's, where it can be."""
         if any(RegionKind.KV in block.regions for block in self.plan.to_load):
-            self.target = runner.begin_target(capacity_token_count=self.capacity_token_count)
+            self.target = runner.begin_target(capacity_token_count=self.target_row_count)
 
     def continue_target(self, runner: CacheRunner, *, budget_s: float) -> bool:
         """Make those arrays; True when all are there."""
         assert self.target is not None
         self.is_target_made = runner.continue_target(self.target, budget_s=budget_s)
         if self.is_target_made:
-            self.sequence.loading_room_token_count = self.capacity_token_count
+            self.sequence.loading_room_token_count = self.target_row_count
         return self.is_target_made
 
     def make_request(self, load_id: LoadId, *, beside_decode: bool) -> LoadRequest:
         """Ask for what RAM lacks."""
         assert not self.awaits_target
         blocks, capacity = self.plan.to_load, self.capacity_token_count
-        # Arrays on the device have a row for every token; buffers of the readers begin with what they read.
-        origin = 0 if self.target is not None else self.plan.origin_token_index
+        # Arrays on the device have rows for tokens in RAM too, if these are copied there; buffers of the
+        # readers begin with what they read.
+        own = self.target is not None
+        origin = self.target_origin_token_index if own else self.plan.origin_token_index
         targets = () if self.target is None else self.target.views()
         return LoadRequest(load_id, blocks, origin, capacity - origin, beside_decode, targets)
 
@@ -99,6 +110,7 @@ class Restore:
             loaded=self.loaded,
             origin_token_index=plan.origin_token_index,
             target=self.target,
+            target_origin_token_index=self.target_origin_token_index,
             token_count=plan.token_count,
             capacity_token_count=self.capacity_token_count,
         )

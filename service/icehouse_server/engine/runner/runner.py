@@ -37,6 +37,7 @@ from icehouse_server.engine.runner.forward import (
     examine,
     plain_places,
 )
+from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
@@ -67,6 +68,9 @@ class RunnerSettings:
     """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
+    least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
+    """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
+    less is copied."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -136,6 +140,7 @@ class ModelRunner:
         self._freed.bound(kv_bytes_per_token)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
+        self._lend(kv_bytes_per_token)
         self._memory_model = MemoryModel(
             model_loader.shape_of(loaded),
             kv_bytes_per_token,
@@ -290,6 +295,15 @@ class ModelRunner:
         limit = _GPU_ROW_BYTE_LIMIT if self._settings.is_pipelined else _CPU_ROW_BYTE_LIMIT
         layer_count = len(plain_places(self._facts.caches, self.fresh_caches()))
         return limit * layer_count // max(1, kv_bytes_per_token)
+
+    def _lend(self, kv_bytes_per_token: int) -> None:
+        """Have restored rows read long prefixes where the prefix cache keeps them, where attention can."""
+        if not self._facts.takes_slab or self._settings.attention is Attention.SLAB:
+            return
+        if all(map(reads_segments, self.blocks.kv_dtypes)):
+            places = plain_places(self._facts.caches, self.fresh_caches())
+            copied = self._settings.least_lent_layer_bytes * len(places) // max(1, kv_bytes_per_token)
+            self.blocks.lend(places, least_token_count=copied + 1)
 
     def _hidden_size(self) -> int:
         """Return the width of the hidden states, 0 where the model shows none."""

@@ -101,7 +101,7 @@ def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
     (host,) = runner.blocks.to_host([cut[RegionKind.KV]])
     lacking = runner.blocks.from_host(HostRegion(RegionKind.KV, host.tensors[:-1]))
     block = PlacedBlock(0, 16, {RegionKind.KV: lacking})
-    restore = RestoreInput((block,), None, 0, None, token_count=16, capacity_token_count=32)
+    restore = RestoreInput((block,), None, 0, None, 0, token_count=16, capacity_token_count=32)
     runner.blocks.begin_restore(SequenceId(2), restore)
     with pytest.raises(StorageError, match="cannot rebuild"):
         runner.blocks.continue_restore(SequenceId(2), budget_s=BOUND_S)

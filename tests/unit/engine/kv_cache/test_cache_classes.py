@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import rewind
+from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
@@ -76,6 +77,13 @@ class Row:
 
 ROWS: dict[type, Row] = {
     KVCache: Row(KVCache, RegionKind.KV, rewinds=True, is_plain=True, quantized=QuantizedKVCache),
+    BorrowingCache: Row(
+        lambda: BorrowingCache((), KVCache()),
+        RegionKind.KV,
+        rewinds=True,
+        is_plain=True,
+        quantized=QuantizedKVCache,
+    ),
     QuantizedKVCache: Row(
         lambda: QuantizedKVCache(group_size=32, bits=8), RegionKind.KV, rewinds=True, is_fused=False
     ),

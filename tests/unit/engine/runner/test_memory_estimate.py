@@ -63,9 +63,8 @@ def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterat
 
 
 def loaded_runner(folder: Path) -> ModelRunner:
-    """A runner with nothing of an earlier test's left to collect: its weights, which hold themselves in a
-    cycle, would be given back while this one's bytes are counted."""
-    gc.collect()
+    """A runner with nothing left to collect: an earlier one's weights and what the trial at load made hold
+    themselves in cycles, and would be given back while this one's bytes are counted."""
     source = model_loader.ModelSource(path=folder, model_id="small")
     runner = ModelRunner(
         source=source,
@@ -74,6 +73,7 @@ def loaded_runner(folder: Path) -> ModelRunner:
         clock=SystemClock(),
     )
     runner.load()
+    gc.collect()
     return runner
 
 

@@ -30,6 +30,12 @@ class CacheFacts:
     """The shortest one; 0 where there is none, or where all are alike."""
     growth: KvGrowth = UNALIGNED
     """For how many tokens kv that is put back has room."""
+    least_lent_token_count: int = 0
+    """From how many tokens on a sequence that is put back reads kv in RAM where it is; 0 if it never does."""
+
+    def lends(self, token_count: int) -> bool:
+        """Whether a sequence that is put back with so many tokens keeps its blocks in RAM alive."""
+        return 0 < self.least_lent_token_count <= token_count
 
     def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
         """Whether a full block's windows can be cut after so many more tokens were decoded.
@@ -72,6 +78,8 @@ class RestoreInput:
     """Sequence position of the first kv token that was loaded; row 0 of buffers the readers made."""
     target: KvTarget | None
     """What the readers filled, unless they made buffers of their own (`Loaded.tensors`)."""
+    target_origin_token_index: int
+    """Sequence position of the target's row 0."""
     token_count: int
     capacity_token_count: int
 

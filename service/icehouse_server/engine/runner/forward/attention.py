@@ -11,12 +11,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
-from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
+from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
+from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.slab import Seat
 from icehouse_server.engine.runner.forward.spans import SinglePlace
 from icehouse_server.engine.runner.forward.ways import NotSplittable
+
+_KEPT_ELSEWHERE = (Seat, BorrowingCache)
+"""Plain caches whose arrays are not, or not all, their own."""
 
 
 def attend(
@@ -30,7 +34,9 @@ def attend(
         layer.pieces = _pieces(layer, masks)
         cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
         parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
-        layer.fetched = [_update(layer, piece, k, v) for piece, k, v in parts]
+        layer.fetched = [
+            _update(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts
+        ]
     cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
     calls: list[Call] = []
     for piece, q, fetched in zip(layer.pieces, _cut(queries, cuts), layer.fetched, strict=True):
@@ -66,7 +72,15 @@ def _pieces(layer: FlatLayer, masks: Sequence[Mask] | None) -> list[Piece]:
     return pieces
 
 
-def _update(layer: FlatLayer, piece: Piece, keys: mx.array, values: mx.array) -> Any:
+def _update(
+    layer: FlatLayer,
+    piece: Piece,
+    keys: mx.array,
+    values: mx.array,
+    masks: Sequence[Mask] | None,
+    *,
+    has_sinks: bool,
+) -> Any:
     """Put the rows' keys and values into their caches; return what each row then attends to."""
     if piece.run is not None:
         return piece.run.update(layer.place, keys, values)
@@ -75,12 +89,16 @@ def _update(layer: FlatLayer, piece: Piece, keys: mx.array, values: mx.array) ->
     cuts = _row_cuts(layer, piece)
     for number, (k, v) in enumerate(zip(_cut(keys, cuts), _cut(values, cuts), strict=True), piece.first):
         cache = layer.caches[number]
-        if is_plain and number < spans.single_count and not isinstance(cache, Seat):
+        if is_plain and number < spans.single_count and not isinstance(cache, _KEPT_ELSEWHERE):
             fetched.append(append_one(cache, k, v, spans.single_places[number]))
-        elif spans.counts[number] == 1:
-            fetched.append(cache.update_and_fetch(k, v))
+            continue
+        if spans.counts[number] > 1:
+            k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
+        mask = None if masks is None else masks[number]
+        if isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
+            fetched.append(cache.append(k, v))
         else:
-            fetched.append(cache.update_and_fetch(k.swapaxes(0, 2), v.swapaxes(0, 2)))
+            fetched.append(cache.update_and_fetch(k, v))
     return fetched
 
 
