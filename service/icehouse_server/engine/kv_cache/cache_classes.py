@@ -489,7 +489,7 @@ def _undo_of(cache: Cache, *names: str) -> Undo:
     # New array objects: an update writes into the ones that the cache has.
     before = {"keys": cache.keys[...], "values": cache.values[...]}
     before |= {name: getattr(cache, name) for name in names}
-    return lambda: vars(cache).update(before)
+    return lambda: cache.__dict__.update(before)
 
 
 def _trim(cache: Cache, count: int) -> None:
