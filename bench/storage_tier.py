@@ -128,7 +128,7 @@ def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
     """Load a chain into assembled buffers."""
     planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
-    request = LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT, beside_decode=False)
+    request = LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT)
     assert tier.storage.load(request)
     loaded = tier.outcomes.get()
     assert isinstance(loaded, Loaded) and loaded.failure is None

@@ -127,6 +127,7 @@ class EngineLoop:
         self._expire()
         parked_before = self.counters.stats.parked_total
         has_begun = self._admit()
+        self._prefix.leave_cores(to_decode=self._scheduler.keeps_pace)
         prepare_s = self._prepare()
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
@@ -304,9 +305,7 @@ class EngineLoop:
         return spent_s
 
     def _continue_restore(self, sequence: Sequence, *, budget_s: float) -> None:
-        phase = self._prefix.continue_restore(
-            sequence, beside_decode=self._scheduler.is_decoding, budget_s=budget_s
-        )
+        phase = self._prefix.continue_restore(sequence, budget_s=budget_s)
         if phase is Phase.LOADING:
             self._scheduler.start_loading(sequence)
         elif phase is Phase.PREFILLING:

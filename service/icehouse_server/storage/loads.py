@@ -35,8 +35,6 @@ class LoadRequest:
     """Sequence position of row 0 of the assembled buffers; the first block's start, or earlier."""
     capacity_token_count: int
     """Rows of each assembled buffer along the token axis."""
-    beside_decode: bool
-    """Whether sequences decode meanwhile, which readers then leave room to."""
     targets: tuple[HostTensor, ...] = ()
     """Buffers of so many rows to read kv into, let go of before the answer; none: readers make their own."""
 
@@ -91,7 +89,6 @@ class Loaded:
     """Sequence position behind the last wanted token that was read."""
     failure: BlockFailure | None
     read_bytes: int
-    read_s: float
     read_bytes_per_s: float
     """Moving average over the recent loads."""
 

@@ -174,6 +174,36 @@ def test_letting_go_of_what_a_restore_is_made_from_counts_as_nothing(tmp_path: P
         served.check()
 
 
+def test_loads_leave_the_cores_to_rows_that_decode_at_an_even_pace(tmp_path: Path) -> None:
+    """Not when those have ended, and not while a crowd waits for its first tokens: a load that was asked for
+    beside the last token of others took half a second on an idle machine."""
+    fill(tmp_path, TOKENS, *(prompt(len(TOKENS), salt=salt) for salt in (20, 21)))
+    with SteppedServer(tmp_path) as served:
+        assert served.storage is not None
+        has_cores = served.storage._readers._has_cores
+        assert has_cores.is_set()
+        for name in "abcde":
+            served.submit(name, prompt(5, salt=ord(name)), max_output_tokens=60)
+        for _ in range(12):
+            served.settle_storage()
+            served.loop.step()
+        assert served.scheduler.decoding_count == 5 and not has_cores.is_set()
+        served.holds_storage = True
+        served.submit("one", TOKENS, max_output_tokens=1)
+        for _ in range(4):
+            served.loop.step()
+        assert served.scheduler.loading_count == 1 and not has_cores.is_set()
+        for salt in (20, 21):
+            served.submit(f"crowd {salt}", prompt(len(TOKENS), salt=salt), max_output_tokens=1)
+        for _ in range(4):
+            served.loop.step()
+        assert served.scheduler.loading_count == 3 and has_cores.is_set()
+        served.holds_storage = False
+        served.step_until_idle()
+        assert has_cores.is_set()
+        served.check()
+
+
 def test_letting_go_of_what_a_sequence_reads_where_it_is_counts_as_nothing(tmp_path: Path) -> None:
     """Its arrays live until the sequence ends, and only then is there memory to be had for them."""
     with SteppedServer(tmp_path, facts=dataclasses.replace(KV, least_lent_token_count=4 * BLOCK)) as served:
@@ -284,7 +314,8 @@ def test_identical_prompts_side_by_side() -> None:
 def test_restored_or_recomputed_by_measured_rates(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path, may_recompute=True) as served:
-        rates = served.cache._rates
+        rates = served.cache.rates
+        rates.load_count = 3
         rates.read_bytes_per_s, rates.adopt_tokens_per_s, rates.prefill_tokens_per_s = 1.0, 1e9, 1e9
         slow_disk = served.ask("slow disk", TOKENS, cache_use=CacheUse.READ_ONLY)
         assert slow_disk.cache.limit is ReuseLimit.RECOMPUTE_FASTER

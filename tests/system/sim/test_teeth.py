@@ -74,8 +74,8 @@ def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
     real = controller.CacheController._adopted
 
-    def adopted(self, restore):
-        real(self, restore)
+    def adopted(self, restore, **facts):
+        real(self, restore, **facts)
         restore.sequence.processed_token_count = max(0, restore.sequence.processed_token_count - 4)
 
     patch.setattr(controller.CacheController, "_adopted", adopted)

@@ -63,7 +63,7 @@ class PrefixCache:
         self._ram = RamTier(
             limit_bytes=settings.ram_limit_bytes, block_token_count=block_token_count, log=log
         )
-        self._rates = Rates()
+        self.rates = Rates()
         self._counters = PrefixCounters()
         self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram, log=log)
         self._spills = Spills(
@@ -78,7 +78,7 @@ class PrefixCache:
         self._eviction = RamEviction(
             ram=self._ram, index=self._index, spills=self._spills, quotas=self._quotas
         )
-        self._planner = Planner(settings, self._index, self._rates)
+        self._planner = Planner(settings, self._index, self.rates)
         self._capture_rules = CaptureRules(facts, block_token_count, settings.checkpoint_interval_tokens)
         self._is_inventory_due = storage is not None
         self._unseen: set[BlockHash] = set()
@@ -209,9 +209,9 @@ class PrefixCache:
             shared_root=self.shared_root(command.shared_scope),
         )
         ssd_bytes = self._planner.ssd_bytes(plan)
-        restore_s = self._rates.restore_s(ssd_bytes=ssd_bytes, token_count=plan.token_count)
-        rest_s = self._rates.prefill_s(len(prompt) - plan.token_count)
-        cold_s = self._rates.prefill_s(len(prompt))
+        restore_s = self.rates.restore_s(ssd_bytes=ssd_bytes, token_count=plan.token_count)
+        rest_s = self.rates.prefill_s(len(prompt) - plan.token_count)
+        cold_s = self.rates.prefill_s(len(prompt))
         return Explanation(
             cache=dataclasses.replace(plan.report, restore_s=restore_s),
             blocks=tuple(block_match(entry) for entry in plan.entries),
@@ -222,6 +222,7 @@ class PrefixCache:
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count how a lookup ended, once its restore is done or given up."""
         self._counters.note_lookup(len(request.prompt_token_ids), report)
+        self.rates.untried_count += report.limit is ReuseLimit.RECOMPUTE_FASTER
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Note that the sequence's caches begin with `token_count` reused tokens."""
@@ -267,15 +268,7 @@ class PrefixCache:
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
         """Remember how fast this machine computes prompts."""
-        self._rates.prefill_tokens_per_s = tokens_per_s
-
-    def note_read_rate(self, bytes_per_s: float) -> None:
-        """Remember how fast blocks are read from SSD."""
-        self._rates.read_bytes_per_s = bytes_per_s
-
-    def note_adopt_rate(self, tokens_per_s: float) -> None:
-        """Remember how fast caches are rebuilt."""
-        self._rates.note_adopt(tokens_per_s)
+        self.rates.prefill_tokens_per_s = tokens_per_s
 
     # Blocks on their way into RAM, and out of it.
 
@@ -440,7 +433,7 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
-        parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self._rates)
+        parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self.rates)
         return cache_stats(parts, storage, now=self._clock.monotonic())
 
     def _purge(self, entry: Entry) -> None:

@@ -133,20 +133,32 @@ class CacheController:
             self.commands.receive(outcome)
         return []
 
+    def leave_cores(self, *, to_decode: bool) -> None:
+        """Have loads take little of the cores while rows decode at an even pace, or all that they can."""
+        if self.cache.storage is not None:
+            self.cache.storage.leave_cores(to_decode=to_decode)
+
     def awaits_load(self, sequence: Sequence) -> bool:
         """Whether blocks of a restoring sequence are still to be asked of the SSD tier."""
         restore = self._restores.get(sequence.sequence_id)
         return restore is not None and bool(restore.plan.to_load) and restore.loaded is None
 
-    def continue_restore(self, sequence: Sequence, *, beside_decode: bool, budget_s: float) -> Phase:
+    def continue_restore(self, sequence: Sequence, *, budget_s: float) -> Phase:
         """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come
         from SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
         the prompt is to be planned again."""
         restore = self._restores.get(sequence.sequence_id)
         if restore is None or restore.is_to_plan:
             return Phase.WAITING
+        began_time = self._clock.monotonic()
+        phase = self._continue(restore, budget_s=budget_s)
+        restore.spent_s += self._clock.monotonic() - began_time
+        return phase
+
+    def _continue(self, restore: Restore, *, budget_s: float) -> Phase:
+        sequence, began_time = restore.sequence, self._clock.monotonic()
         if restore.plan.to_load and restore.loaded is None:
-            return self._load(restore, beside_decode=beside_decode, budget_s=budget_s)
+            return self._load(restore, budget_s=budget_s)
         if restore.copy is not None:
             return self._bring_to_ram(restore, restore.copy, budget_s=budget_s)
         try:
@@ -161,7 +173,7 @@ class CacheController:
             self.cache.reject(restore.plan.entries)
             self._in_flight.withdraw(sequence)
             return Phase.WAITING
-        self._adopted(restore)
+        self._adopted(restore, spent_s=restore.spent_s + self._clock.monotonic() - began_time)
         if self._in_flight.has_followers(sequence):
             restore.copy = BlockCopy()
             return Phase.RESTORING
@@ -318,11 +330,11 @@ class CacheController:
         if entry is not None and entry.is_pinned and not record.pinned:
             cache.pin_stored([record.hash], pinned=True)
 
-    def _load(self, restore: Restore, *, beside_decode: bool, budget_s: float) -> Phase:
+    def _load(self, restore: Restore, *, budget_s: float) -> Phase:
         if restore.awaits_target and not restore.continue_target(self._runner, budget_s=budget_s):
             return Phase.RESTORING
         load_id = LoadId(next(self._load_ids))
-        if not self.cache.load(restore.make_request(load_id, beside_decode=beside_decode)):
+        if not self.cache.load(restore.make_request(load_id)):
             restore.with_ssd = False
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
@@ -346,7 +358,7 @@ class CacheController:
         self._in_flight.withdraw(restore.sequence)
 
     def _loaded(self, outcome: Loaded) -> list[Sequence]:
-        self.cache.note_read_rate(outcome.read_bytes_per_s)
+        self.cache.rates.note_read(outcome.read_bytes_per_s)
         if outcome.failure is not None:
             return self._load_failed(outcome.load_id, outcome.failure)
         restore = self._loads.pop(outcome.load_id, None)
@@ -372,11 +384,10 @@ class CacheController:
         restore.has_failed = restore.is_to_plan = True
         return [restore.sequence]
 
-    def _adopted(self, restore: Restore) -> None:
+    def _adopted(self, restore: Restore, *, spent_s: float) -> None:
         sequence, plan = restore.sequence, restore.plan
         restore_s = self._clock.monotonic() - restore.began_time
-        read_s = restore.loaded.read_s if restore.loaded is not None else 0.0
-        self.cache.note_adopt_rate(plan.token_count / max(restore_s - read_s, 1e-9))
+        self.cache.rates.note_adopt(plan.token_count / max(spent_s, 1e-9))
         limit = ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit
         sequence.note_cache(dataclasses.replace(plan.report, restore_s=restore_s, limit=limit))
         sequence.processed_token_count = plan.token_count

@@ -21,6 +21,11 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.storage.loads import PlannedBlock
 
 _ADOPT_WEIGHT = 0.3
+_LEAST_LOADS = 3
+"""Fewer say too little: the first one after a start may meet cold files and fresh pages."""
+_UNTRIED = 0.99
+"""What is believed of how long restoring takes, by each prompt that was computed instead. What was slow for a
+while is tried again: after 10 prompts where it took a tenth longer, 230 where it took ten times that."""
 _MAY_DIVERGE = (ReuseLimit.NO_MATCH, ReuseLimit.DIVERGED, ReuseLimit.NO_CHECKPOINT)
 
 
@@ -31,9 +36,18 @@ class Rates:
     read_bytes_per_s: float = 0.0
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    load_count: int = 0
+    untried_count: int = 0
+    """Prompts since the last load that were computed since that seemed faster."""
     _adopt: MovingAverage = dataclasses.field(
         default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
     )
+
+    def note_read(self, bytes_per_s: float) -> None:
+        """Take in how fast loads have been read, after one more of them."""
+        self.read_bytes_per_s = bytes_per_s
+        self.load_count += 1
+        self.untried_count = 0
 
     def note_adopt(self, tokens_per_s: float) -> None:
         """Take in how fast caches were rebuilt once more."""
@@ -43,7 +57,7 @@ class Rates:
         """Predict how long restoring takes, in seconds."""
         read_s = ssd_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
         adopt_s = token_count / self.adopt_tokens_per_s if self.adopt_tokens_per_s else 0.0
-        return read_s + adopt_s
+        return (read_s + adopt_s) * _UNTRIED**self.untried_count
 
     def prefill_s(self, token_count: int) -> float:
         """Predict how long computing takes, in seconds; 0 before anything was measured."""
@@ -133,7 +147,7 @@ class Planner:
 
     def _recompute_is_faster(self, plan: PrefixPlan) -> bool:
         rates = self.rates
-        if not (rates.read_bytes_per_s and rates.prefill_tokens_per_s):
+        if rates.load_count < _LEAST_LOADS or not (rates.read_bytes_per_s and rates.prefill_tokens_per_s):
             return False
         tokens = plan.report.ssd_token_count
         return rates.restore_s(ssd_bytes=self.ssd_bytes(plan), token_count=tokens) > rates.prefill_s(tokens)

@@ -36,6 +36,8 @@ class Restore:
     began_time: float
     plan: PrefixPlan
     facts: CacheFacts
+    spent_s: float = 0.0
+    """What the inference thread worked on it; between, others have their turns."""
     attempt_count: int = 1
     has_failed: bool = False
     is_to_plan: bool = False
@@ -84,7 +86,7 @@ class Restore:
             self.sequence.loading_room_token_count = self.target_row_count
         return self.is_target_made
 
-    def make_request(self, load_id: LoadId, *, beside_decode: bool) -> LoadRequest:
+    def make_request(self, load_id: LoadId) -> LoadRequest:
         """Ask for what RAM lacks."""
         assert not self.awaits_target
         blocks, capacity = self.plan.to_load, self.capacity_token_count
@@ -93,7 +95,7 @@ class Restore:
         own = self.target is not None
         origin = self.target_origin_token_index if own else self.plan.origin_token_index
         targets = () if self.target is None else self.target.views()
-        return LoadRequest(load_id, blocks, origin, capacity - origin, beside_decode, targets)
+        return LoadRequest(load_id, blocks, origin, capacity - origin, targets)
 
     def plan_again(self, plan: PrefixPlan) -> None:
         """Begin anew with another plan; what was read for the last one is let go of."""

@@ -75,6 +75,11 @@ where the machine was busy while one size was measured and not while another was
 longer pass may be wrong, and each row would wait for it."""
 
 
+def is_crowd(waiting_for_each_row: float) -> bool:
+    """Tell whether so many that wait for their first token, for each row that decodes, are a crowd."""
+    return waiting_for_each_row > _CROWD
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BudgetLimits:
     """What the settings say. `slice_s` 0 follows the decoding rows; `chunk_s` 0 bounds no pass alone."""
@@ -168,15 +173,15 @@ class PrefillBudget:
             return PassRoom(self._costs, self._limits, rows, limit_s=None, soon_s=soon_s)
         rows_s, extra_s = self.seconds(rows), self._extra_s(rows, crowd)
         layers_s = extra_s
-        if not crowd > _CROWD:
+        if not is_crowd(crowd):
             layers_s = self._slowed_s(rows_s, _USED_SHARE_LAYERED * self._allowed_s(rows, crowd))
             extra_s = self._slowed_s(rows_s, extra_s)
         limit_s = rows_s + extra_s - spent_s
-        most_s = rows_s + self._allowed_s(rows, crowd) - spent_s if not crowd > _CROWD else 0.0
+        most_s = rows_s + self._allowed_s(rows, crowd) - spent_s if not is_crowd(crowd) else 0.0
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
         layers = LayerRoom(
-            layers_s - spent_s, pace=self._layer_pace, begins=not crowd > _CROWD and spent_s <= 0.0
+            layers_s - spent_s, pace=self._layer_pace, begins=not is_crowd(crowd) and spent_s <= 0.0
         )
         return PassRoom(self._costs, limits, rows, limit_s=limit_s, most_s=most_s, layers=layers)
 
@@ -187,12 +192,12 @@ class PrefillBudget:
 
     def _extra_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone which is planned with."""
-        share = _USED_SHARE_FOR_CROWD if crowd > _CROWD else _USED_SHARE
+        share = _USED_SHARE_FOR_CROWD if is_crowd(crowd) else _USED_SHARE
         return share * self._allowed_s(rows, crowd)
 
     def _allowed_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone which a pass may take."""
-        factor = _FACTOR_FOR_CROWD if crowd > _CROWD else _FACTOR_BESIDE_DECODE
+        factor = _FACTOR_FOR_CROWD if is_crowd(crowd) else _FACTOR_BESIDE_DECODE
         return (factor - 1.0) * (self._limits.slice_s or self._rows_s(rows))
 
 

@@ -19,7 +19,12 @@ from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.layered_prefill import LayeredPrefill
 from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassSize
-from icehouse_server.engine.scheduling.prefill_budget import BudgetLimits, PassRoom, PrefillBudget
+from icehouse_server.engine.scheduling.prefill_budget import (
+    BudgetLimits,
+    PassRoom,
+    PrefillBudget,
+    is_crowd,
+)
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -90,6 +95,12 @@ class Scheduler:
     @property
     def is_decoding(self) -> bool:
         return bool(self._decoding)
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether rows decode at an even pace, which reads from SSD are to leave the cores to; where a crowd
+        waits, its first tokens come before that."""
+        return self.is_decoding and not is_crowd(self._crowd)
 
     @property
     def decoding(self) -> list[Sequence]:

@@ -315,20 +315,24 @@ _PIECE_S = 0.003
 
 
 class ReadPace:
-    """Pauses one reader so that it works `share` of its time; 1 never pauses."""
+    """Pauses one reader so that it works a share of its time, as it is then; 1 is no pause."""
 
-    def __init__(self, clock: Clock, *, share: float, pause: Callable[[float], object]) -> None:
-        assert 0.0 < share <= 1.0, share
+    def __init__(self, clock: Clock, *, share: Callable[[], float], pause: Callable[[float], object]) -> None:
         self._clock = clock
         self._share = share
         self._pause = pause
         self._began_s = clock.monotonic()
+        self.paused_s = 0.0
+        """Altogether."""
 
     def keep(self) -> None:
         """Pause if a piece of work was done since the last pause."""
-        if self._share == 1.0:
-            return
-        worked_s = self._clock.monotonic() - self._began_s
-        if worked_s >= _PIECE_S:
-            self._pause(worked_s * (1.0 / self._share - 1.0))
+        share = self._share()
+        assert 0.0 < share <= 1.0, share
+        now = self._clock.monotonic()
+        if share == 1.0:
+            self._began_s = now
+        elif now - self._began_s >= _PIECE_S:
+            self._pause((now - self._began_s) * (1.0 / share - 1.0))
             self._began_s = self._clock.monotonic()
+            self.paused_s += self._began_s - now

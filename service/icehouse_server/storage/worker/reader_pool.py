@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 
+_RATE_WEIGHT = 0.3
+"""Of a load, however long it took: one that others' work made slow is outweighed by the next three."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadReport:
     """What the storage thread is told of a finished load."""
@@ -63,10 +67,11 @@ class LoadJob:
         # What the request brought is held once, so that it is let go of before the answer.
         self.request = dataclasses.replace(request, targets=())
         self.is_own_memory = not request.targets
-        self.started_s = 0.0
         self.is_shared = False
         """Set by the first block's reader before others get a part."""
         self.buffers = KvBuffers.of(request) if request.targets else None
+        self.busy_s = [0.0] * len(request.blocks)
+        """What reading each block took, without pauses."""
         self.results: list[LoadedBlock | BlockFailure | None] = [None] * len(request.blocks)
         self.tickets = collections.deque(range(len(request.blocks)))
 
@@ -90,14 +95,16 @@ class ReaderPool:
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """Each reader works its part of `share_beside_decode` of the time on loads that others decode beside.
+        """Readers work `share_beside_decode` of the time together while they leave the cores to others.
 
-        `pause` waits for so many seconds; by default it ends early when the pool stops.
+        `pause` waits for so many seconds; by default it ends early when the cores are free or the pool stops.
         """
         share = settings.share_beside_decode
         self._share_beside_decode = share / settings.reader_thread_count if share < 1.0 else 1.0
         self._is_stopping = threading.Event()
-        self._pause = pause or self._is_stopping.wait
+        self._has_cores = threading.Event()
+        self._has_cores.set()
+        self._pause = pause or self._has_cores.wait
         self._files = files
         self._paths = StorePaths(settings.directory)
         self._clock = clock
@@ -105,7 +112,8 @@ class ReaderPool:
         self._report = report
         self._fingerprint = settings.fingerprint
         self._cipher = cipher
-        self._rate = MovingAverage()
+        self._reader_count = settings.reader_thread_count
+        self._rate = MovingAverage(weight=_RATE_WEIGHT)
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
 
     def submit(self, request: LoadRequest) -> None:
@@ -115,6 +123,13 @@ class ReaderPool:
     def submit_heads(self, request: HeadRequest) -> None:
         """Queue a question for headers; bounding it is the caller's part."""
         self._work.put(request)
+
+    def leave_cores(self, *, to_decode: bool) -> None:
+        """Read at a small share of the time from now on, or at full speed; those under way too."""
+        if to_decode:
+            self._has_cores.clear()
+        if not to_decode or self._is_stopping.is_set():
+            self._has_cores.set()
 
     def run(self) -> None:
         """Read until `stop`; the body of each reader's thread."""
@@ -128,6 +143,7 @@ class ReaderPool:
     def stop(self) -> None:
         """Let the threads end after the reads queued before, without a pause."""
         self._is_stopping.set()
+        self._has_cores.set()
         self._work.put(None)
 
     def step(self) -> bool:
@@ -158,9 +174,8 @@ class ReaderPool:
         self._report(HeadReport())
 
     def _read(self, job: LoadJob, index: int) -> None:
-        if index == 0:
-            job.started_s = self._clock.monotonic()
         planned = job.request.blocks[index]
+        began_s, pace = self._clock.monotonic(), ReadPace(self._clock, share=self._share, pause=self._pause)
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
         try:
@@ -171,7 +186,12 @@ class ReaderPool:
                     if index == 0:
                         self._begin(job, file)
                     job.results[index] = read_block(
-                        self._files, descriptor, file, planned, job.buffers, pace=self._pace(job.request)
+                        self._files,
+                        descriptor,
+                        file,
+                        planned,
+                        job.buffers,
+                        pace=pace,
                     )
                 finally:
                     self._files.close(descriptor)
@@ -182,12 +202,13 @@ class ReaderPool:
         except OSError as error:
             # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
             job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
+        job.busy_s[index] = self._clock.monotonic() - began_s - pace.paused_s
         if not job.is_shared or job.tickets.pop() == 0:
             self._deliver(job)
 
-    def _pace(self, request: LoadRequest) -> ReadPace:
-        share = self._share_beside_decode if request.beside_decode else 1.0
-        return ReadPace(self._clock, share=share, pause=self._pause)
+    def _share(self) -> float:
+        """Return which share of the time a reader works now."""
+        return 1.0 if self._has_cores.is_set() else self._share_beside_decode
 
     def _begin(self, job: LoadJob, file: BlockFile) -> None:
         """Make buffers like the first block if none came along, then let all readers at the others."""
@@ -205,7 +226,6 @@ class ReaderPool:
 
     def _deliver(self, job: LoadJob) -> None:
         request = job.request
-        elapsed_s = self._clock.monotonic() - job.started_s
         loaded: list[LoadedBlock] = []
         for result in job.results:
             if not isinstance(result, LoadedBlock):
@@ -215,7 +235,9 @@ class ReaderPool:
         tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
         read_bytes = _read_bytes(job, loaded)
         job.buffers = None
-        read_bytes_per_s = self._rate.add_rate(read_bytes, elapsed_s=elapsed_s)
+        # What it would have taken by itself and at full speed: others' loads come in between.
+        busy_s = sum(job.busy_s) / min(self._reader_count, len(job.busy_s))
+        read_bytes_per_s = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
         if loaded:
             last = request.blocks[len(loaded) - 1]
             self._post(
@@ -226,7 +248,6 @@ class ReaderPool:
                     end_token_index=last.header.start_token_index + last.token_count,
                     failure=failures[0] if failures else None,
                     read_bytes=read_bytes,
-                    read_s=elapsed_s,
                     read_bytes_per_s=read_bytes_per_s,
                 )
             )

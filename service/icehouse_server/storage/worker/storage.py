@@ -149,6 +149,10 @@ class Storage:
         self._readers.submit(request)
         return True
 
+    def leave_cores(self, *, to_decode: bool) -> None:
+        """Let loads take a small share of a core from now on, or all of it; those under way too."""
+        self._readers.leave_cores(to_decode=to_decode)
+
     def read_heads(self, request: HeadRequest) -> bool:
         """Have headers read; `HeadsRead` follows. False when too many loads wait."""
         if not self._load_meter.try_take(1):

@@ -124,7 +124,7 @@ def test_why_not_more(tokens: list[int], limit: ReuseLimit) -> None:
 def test_the_faster_way_is_taken(read_bytes_per_s: float, prefill_tokens_per_s: float, loads: bool) -> None:
     shelf = Shelf()
     shelf.chain(LONG, ssd=True)
-    rates = Rates(read_bytes_per_s=read_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s)
+    rates = Rates(read_bytes_per_s=read_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s, load_count=3)
     found = plan(shelf, [*LONG, 1], rates=rates)
     assert bool(found.to_load) is loads
     assert (found.report.limit is ReuseLimit.RECOMPUTE_FASTER) is not loads
@@ -135,10 +135,29 @@ def test_recomputing_keeps_what_ram_has() -> None:
     shelf = Shelf()
     shelf.chain(LONG[: 2 * SIZE + 1], ram=True)
     shelf.chain(LONG, ssd=True)
-    rates = Rates(read_bytes_per_s=1.0, prefill_tokens_per_s=1e6)
+    rates = Rates(read_bytes_per_s=1.0, prefill_tokens_per_s=1e6, load_count=3)
     found = plan(shelf, [*LONG, 1], rates=rates)
     assert found.to_load == () and found.token_count == 2 * SIZE + 1
     assert found.report.limit is ReuseLimit.RECOMPUTE_FASTER
+
+
+def test_a_slow_first_load_is_no_reason_to_compute_for_ever() -> None:
+    """It may meet cold files and fresh pages: eight prompts of 800 tokens were computed in 8 s behind such a
+    one, where reading them takes half a second."""
+    shelf = Shelf()
+    shelf.chain(LONG, ssd=True)
+    rates = Rates(prefill_tokens_per_s=100.0)
+    for _ in range(2):
+        rates.note_read(100.0)
+        assert plan(shelf, [*LONG, 1], rates=rates).to_load, "one or two loads say too little"
+    rates.note_read(100.0)
+    assert not plan(shelf, [*LONG, 1], rates=rates).to_load
+    while not plan(shelf, [*LONG, 1], rates=rates).to_load:
+        rates.untried_count += 1
+        assert rates.untried_count < 1000, "it is never tried again"
+    assert rates.untried_count > 50, "what takes several times as long is tried rarely"
+    rates.note_read(100.0)
+    assert not plan(shelf, [*LONG, 1], rates=rates).to_load, "it is as slow as before"
 
 
 def test_restoring_is_reading_and_adopting() -> None:

@@ -143,6 +143,10 @@ class StoragePort(Protocol):
         """Ask for blocks. Answered by Loaded or LoadFailed; False when the queue is full."""
         ...
 
+    def leave_cores(self, *, to_decode: bool) -> None:
+        """Read at a small share of a core from now on, or at full speed; what is under way too."""
+        ...
+
     def read_heads(self, request: HeadRequest) -> bool:
         """Ask for the token ids of blocks. Answered by HeadsRead; False when the queue is full."""
         ...
