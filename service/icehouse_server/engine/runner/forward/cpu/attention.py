@@ -24,8 +24,9 @@ import numpy as np
 
 from icehouse_server.engine.kv_cache.borrowing import Segments
 
-_LEAST_THIN_SCORES: Final = 1 << 12
-"""The same where each head has one query: MLX's matrix product of a vector copies all keys first."""
+_LEAST_THIN_SCORES: Final = 1 << 13
+"""Of one query for each head, from which on their keys are read here: MLX's matrix product of a vector copies
+all keys first, but is waited for once a pass and not in each layer. Fewer take as long either way."""
 _LEAST_SHARED_SCORES: Final = 1 << 13
 """Of such ones, for which it is worth waking another thread."""
 _LEAST_SCORES: Final = 1 << 14
