@@ -36,8 +36,9 @@ _LEAST_SCORES_BESIDE: Final = 1 << 12
 _QUERIES_AT_ONCE: Final = 256
 """Of a chunk: those before see less, so that nearly half of a prompt's scores are never computed."""
 _MOST_SPLIT_QUERIES: Final = 64
-"""That read keys in segments: 30 behind 1,500 tokens take 62 ms in 16 layers so and 85 where the keys are put
-together first, 128 take 195 and 170."""
+"""That read keys in segments: 30 behind 1,500 tokens take 85 ms in 16 layers so and 105 where the keys are
+put together first, 64 take 200 either way, 128 take 500 and 320 (8 heads of 128 numbers, in turns; 2-core x86
+with other work on it)."""
 _SCORES_HELD: Final = 1 << 22
 """That are computed before the first of them become weights, where a layer has more than one attention."""
 _SCORES_AT_ONCE: Final = 1 << 18
@@ -225,8 +226,8 @@ def _weighted(weights: mx.array, values: mx.array | Segments) -> mx.array:
 class _ThinPart:
     """One query for each head of some rows: read by NumPy, which multiplies by a vector without a copy.
 
-    A row of 1,530 tokens takes 13 ms in 16 layers instead of 34, one of 120 takes 0.8 instead of 2.2 (8 heads
-    of 128 numbers, float32; 2-core x86, mlx 0.32.4).
+    A row of 1,530 tokens takes 13 ms in 16 layers instead of 34 (8 heads of 128 numbers, float32; 2-core x86,
+    mlx 0.32.4).
     """
 
     held_count = 0
