@@ -75,7 +75,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 # A session of its own: Ctrl-C reaches the parent alone, which stops the server in order.
-                start_new_session=True,
+                process_group=0,
             )
         try:
             self._wait_until_serving(began + self._boot_timeout_s)

@@ -41,7 +41,9 @@ for, in one piece of a prompt that would take as many passes."""
 _LAYER_ROUNDING = 0.25
 """Of a layer: less than this is missing where one more still runs."""
 _LAYER_PACES_KEPT = 9
-_LEAST_LAYER_PACE = 0.7
+_LAYER_PACES_TAKEN = (0.7, 1.5)
+"""Least and most that is taken for it. Rows that are slower than known look like dear layers, the more so the
+fewer layers there are; and a pace that lets no chunk begin is never measured again."""
 _ROWS_PASSES_KEPT = 9
 _USUAL_OVERRUN = 1.1
 """What passes beside rows usually take, of what the faster half of such passes says."""
@@ -103,8 +105,8 @@ class PrefillBudget:
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
-        self._layer_paces: collections.deque[float] = collections.deque(maxlen=_LAYER_PACES_KEPT)
-        """What layers of chunks took in the last passes, of what the costs of whole ones say."""
+        self._layers_s: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LAYER_PACES_KEPT)
+        """What layers of chunks took in the last passes, and what the costs of whole ones say of them."""
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
             maxlen=_ROWS_PASSES_KEPT
         )
@@ -126,7 +128,7 @@ class PrefillBudget:
             return
         if beside.draw_count:
             self._note_slowness(elapsed_s / (beside_s + self._layer_pace * expected_s))
-        self._layer_paces.append(max(0.0, elapsed_s - beside_s) / expected_s)
+        self._layers_s.append((max(0.0, elapsed_s - beside_s), expected_s))
 
     def _rows_s(self, rows: PassSize) -> float:
         """Return what a pass of these rows takes by what the last ones took: whatever else ran since the
@@ -136,8 +138,11 @@ class PrefillBudget:
 
     @property
     def _layer_pace(self) -> float:
-        """Never far below what is expected: time that was taken for the rows' by mistake is not to have."""
-        return max(_LEAST_LAYER_PACE, statistics.median(self._layer_paces)) if self._layer_paces else 1.0
+        """What layers take, of what the costs of whole chunks say."""
+        if not self._layers_s:
+            return 1.0
+        least, most = _LAYER_PACES_TAKEN
+        return min(most, max(least, statistics.median(taken_s / s for taken_s, s in self._layers_s)))
 
     def _note_slowness(self, overrun: float) -> None:
         self._slowness += _SLOWNESS_WEIGHT * (max(1.0, overrun) - self._slowness)

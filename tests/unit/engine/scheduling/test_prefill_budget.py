@@ -59,3 +59,16 @@ def test_a_prompt_never_gets_more_than_it_has_left() -> None:
     for count in range(1, 40):
         stop = budget.room(ROWS, crowd=0.0, spent_s=0.0).take(100, 100 + count)
         assert 100 < stop <= 100 + count
+
+
+def test_rows_that_grew_slower_than_known_do_not_keep_prompts_from_going_through_a_few_layers() -> None:
+    """What the rows took more was taken for the layers', the fewer of them the dearer: 1,000 tokens beside
+    eight rows came on by one layer in a pass, and all later prompts by whole passes for good."""
+    budget, whole = learned(), PassSize.of_chunk(0, 64)
+    counts = []
+    for _ in range(100):
+        count = budget.room(ROWS, crowd=0.0, spent_s=0.0).layers(whole, left=16, layer_count=16, least=1)
+        counts.append(count)
+        budget.note_layers(ROWS, whole.part(count / 16), 0.026 + 0.001 * 64 * count / 16)
+    assert counts[-1] > 1, counts
+    assert budget.room(ROWS, crowd=0.0, spent_s=0.0).take_layered(0, 1000, layer_count=16) > 0
