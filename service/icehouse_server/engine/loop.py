@@ -333,8 +333,10 @@ class EngineLoop:
         self._requests.release_ended()
         if not chunks and not self._scheduler.is_decoding:
             return overrun is not None
-        planned_pass = PlannedPass.of(chunks, rows=self._scheduler.size_of([]))
+        rows = self._scheduler.size_of([])
         result = self._runner.run([chunk_of(chunk) for chunk in chunks], before_wait=self._output.publish)
+        chunks = [chunk.as_far_as(result.went_through) for chunk in chunks]
+        planned_pass = PlannedPass.of(chunks, rows=rows)
         self._scheduler.note_chunks(chunks)
         self._note_pass(planned_pass, result)
         for chunk in chunks:

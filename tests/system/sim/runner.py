@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import struct
 from collections.abc import Callable, Collection, Sequence
@@ -120,14 +121,20 @@ class SimRunner:
         for row in self.decoding.values():
             row.caches.run(row.drawn)
             row.drawn = row.caches.draw(row.seed)
+        went_through: dict[SequenceId, LayerSpan] = {}
         for chunk in chunks:
-            if chunk.layers is None or self._is_through(chunk, chunk.layers):
+            layers = chunk.layers
+            if layers is not None and self.ends_layers_in_time() and not math.isinf(layers.within_s):
+                last = self._dice.randint(layers.first + 1, layers.last)
+                if last < layers.last:
+                    layers = went_through[chunk.sequence_id] = dataclasses.replace(layers, last=last)
+            if layers is None or self._is_through(chunk, layers):
                 self._layered.pop(chunk.sequence_id, None)
                 self._feed(chunk)
         elapsed_s, self._elapsed_s = self._elapsed_s, _FIXED_S + _TOKEN_S * fed_count
         if self.is_pipelined:
             return PassResult(told, elapsed_s=elapsed_s, is_behind=True)
-        return PassResult(self._drawn(), elapsed_s=self._elapsed_s)
+        return PassResult(self._drawn(), went_through=went_through, elapsed_s=self._elapsed_s)
 
     def _drawn(self) -> list[Drawn]:
         ahead = int(self.is_pipelined)
@@ -175,6 +182,9 @@ class SimRunner:
             return False
         self._vectors.setdefault(sequence_id, {})[image.key] = vectors_of(image.image)
         return True
+
+    def ends_layers_in_time(self) -> bool:
+        return not self.is_pipelined
 
     def layer_count(self) -> int:
         return _LAYER_COUNT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -51,6 +52,9 @@ class LayerSpan:
     first: int
     last: int
     count: int
+    within_s: float = math.inf
+    """Another of them begins while it is likely to end before the pass has lasted for so long; the first one
+    runs in any case. Means nothing to a device that runs ahead: nobody waits for a layer there."""
 
     @property
     def is_last(self) -> bool:
@@ -101,6 +105,8 @@ class PassResult:
     """For chunks with `wanted`: what the tokens say of `next_token_ids`."""
     pooled: Mapping[SequenceId, Vector] = dataclasses.field(default_factory=dict)
     """For chunks with `pooling`: the sum of the hidden states, or the last token's."""
+    went_through: Mapping[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
+    """For chunks with `layers` whose time was over before the last of these: those that they went through."""
     drafted_count: int = 0
     """Guesses that were fed besides, which makes the pass longer."""
     elapsed_s: float = 0.0
@@ -152,6 +158,10 @@ class Runner(Protocol):
     def layer_count(self) -> int:
         """Return through how many layers a chunk may go a few in each pass; 0 where it must go through all
         in one; after `load`."""
+        ...
+
+    def ends_layers_in_time(self) -> bool:
+        """Return whether `LayerSpan.within_s` is kept: where a pass is waited for, layer by layer."""
         ...
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:

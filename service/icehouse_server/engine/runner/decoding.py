@@ -20,7 +20,7 @@ from icehouse_server.domain.request import (
     Vector,
 )
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Drawn
+from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
@@ -129,6 +129,10 @@ class DispatchedPass:
     began_time: float
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
+    layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)
+    """Chunks that go through some layers once all else is done."""
+    went_through: dict[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
+    """Layers of chunks whose time was over."""
     token_ids: mx.array | None = None
     """One for each drawn position, once `draw` was called."""
     places: dict[int, int] = dataclasses.field(default_factory=dict)

@@ -45,6 +45,10 @@ class _Fed:
     chunk: Chunk | None = None
 
 
+_LIKELY = 0.75
+"""Of the time that a layer took: the next one takes that at least."""
+
+
 class Pipeline:
     """Runs passes one behind the other."""
 
@@ -81,7 +85,7 @@ class Pipeline:
         if not (self._decoding or parts):
             return PassResult()
         FIRST_WAIT.expect(None if is_ahead else before_wait)
-        current = self._built(parts, guessing, before)
+        current = self._built(parts, guessing, before, is_ahead=is_ahead)
         if is_ahead:
             for sequence in self._decoding.values():
                 sequence.behind.clear()  # fed now, and the next token is known a pass later
@@ -94,6 +98,7 @@ class Pipeline:
             current.draw(may_wait=False)
         else:
             current.draw(may_wait=not is_ahead)
+            self._through_layers_in_time(current)
             if before_wait is not None and is_ahead:
                 before_wait()
             if before is not None:
@@ -123,8 +128,11 @@ class Pipeline:
         parts: Sequence[tuple[OpenSequence, Chunk]],
         guessing: Sequence[OpenSequence],
         before: DispatchedPass | None,
+        *,
+        is_ahead: bool,
     ) -> DispatchedPass:
-        """Build a pass, lazily."""
+        """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
+        rest of it is done."""
         began_time = self._clock.monotonic()
         has_moved = self._seat(parts)
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
@@ -150,17 +158,40 @@ class Pipeline:
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:
-            if chunk.layers is not None:
-                current.arrays += self._through_layers(sequence, chunk, chunk.layers)
+            if chunk.layers is not None and (is_ahead or not fed):
+                current.arrays += self._through_layers(sequence, chunk.token_ids, chunk.layers)
+            elif chunk.layers is not None:
+                current.layered.append((sequence, chunk))
             if chunk.row is not None:
                 self._decoding[sequence.sequence_id] = sequence
         return current
 
-    def _through_layers(self, sequence: OpenSequence, chunk: Chunk, layers: LayerSpan) -> list[Any]:
+    def _through_layers_in_time(self, current: DispatchedPass) -> None:
+        """Take chunks through layers behind all else in the pass, until their time is over."""
+        for sequence, chunk in current.layered:
+            asked = chunk.layers
+            assert asked is not None, "It goes through all layers with the others"
+            current.wait()
+            began, now = current.began_time, self._clock.monotonic()
+            last = asked.first
+            while last < asked.last:
+                mx.eval(
+                    self._through_layers(sequence, chunk.token_ids, LayerSpan(last, last + 1, asked.count))
+                )
+                last += 1
+                before, now = now, self._clock.monotonic()
+                if now - began + _LIKELY * (now - before) > asked.within_s:
+                    break
+            if last < asked.last:
+                current.went_through[chunk.sequence_id] = LayerSpan(asked.first, last, asked.count)
+
+    def _through_layers(
+        self, sequence: OpenSequence, token_ids: Sequence[int], layers: LayerSpan
+    ) -> list[Any]:
         """Take a chunk through some layers, beside what else is in the pass; return what to evaluate."""
         forward = self.forwards[sequence.adapter]
         if not layers.first:
-            sequence.layered = forward.begin_layers(sequence.row, chunk.token_ids)
+            sequence.layered = forward.begin_layers(sequence.row, token_ids)
         layered = sequence.layered
         assert layered is not None and layered.layer == layers.first, (layers, layered)
         arrays = forward.run_layers(layered, layers.last)
@@ -253,6 +284,7 @@ class Pipeline:
             drawn,
             measured={sequence_id: arrays.read() for sequence_id, arrays in ended.measured.items()},
             pooled=ended.pooled_vectors(),
+            went_through=ended.went_through,
             drafted_count=ended.drafted_count,
             elapsed_s=ended.elapsed_s,
             is_behind=is_behind,

@@ -185,6 +185,9 @@ class ModelRunner:
     def layer_count(self) -> int:
         return self._facts.layer_count
 
+    def ends_layers_in_time(self) -> bool:
+        return not self._settings.is_pipelined
+
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()
         vectors = self._seen_by_tower.encode(image, budget_s=budget_s)

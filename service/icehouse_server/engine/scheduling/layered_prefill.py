@@ -69,7 +69,7 @@ class LayeredPrefill:
             whole = PassSize.of_chunk(self._start, self._stop - self._start)
             count = self._layer_count
             last += room.layers(whole, left=left, layer_count=count, least=least, share=share)
-        return LayerSpan(first, last, self._layer_count) if last > first else None
+        return LayerSpan(first, last, self._layer_count, room.within_s) if last > first else None
 
     def note(self, layers: LayerSpan) -> None:
         """Note that a pass took the chunk through these."""

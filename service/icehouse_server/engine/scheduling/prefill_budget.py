@@ -17,6 +17,7 @@ import dataclasses
 import math
 import statistics
 
+from icehouse_server.engine.scheduling.layer_pace import LayerPace
 from icehouse_server.engine.scheduling.pass_cost import PassCostLearner, PassSize
 
 _FACTOR_BESIDE_DECODE = 2.0
@@ -31,6 +32,8 @@ _USED_SHARE_FOR_CROWD = 0.8
 """The same for a crowd, where first tokens come before an even pace."""
 _USED_SHARE_LAYERED = 0.55
 """The same where a chunk goes through some layers: it comes on as fast in less time."""
+_USED_SHARE_IN_TIME = 0.78
+"""The same where a chunk goes through layers until the time is over: slow rows leave it less."""
 _LAYERS_AT_ONCE = 2
 """Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the room
 changes on its way, and more are shorter chunks, which read more."""
@@ -40,11 +43,9 @@ _LAYERED_GAIN = 2.0
 for, in one piece of a prompt that would take as many passes."""
 _LAYER_ROUNDING = 0.25
 """Of a layer: less than this is missing where one more still runs."""
-_LAYER_PACES_KEPT = 9
-_LAYER_PACES_TAKEN = (0.7, 1.5)
-"""Least and most that is taken for it. Rows that are slower than known look like dear layers, the more so the
-fewer layers there are; and a pace that lets no chunk begin is never measured again."""
 _ROWS_PASSES_KEPT = 9
+_LEAST_GROWN = 0.4
+"""Of the time beyond that of the rows, where these have grown since they were alone."""
 _USUAL_OVERRUN = 1.1
 """What passes beside rows usually take, of what the faster half of such passes says."""
 _SLOWNESS_WEIGHT = 0.5
@@ -93,6 +94,8 @@ class BudgetLimits:
     grid_token_count: int
     whole_token_count: int = 0
     """Prompts of fewer tokens go through all layers at once, however few of them a pass has room for."""
+    ends_layers_in_time: bool = False
+    """Whether a chunk goes through its layers until the time is over, and not through so many."""
 
 
 class PrefillBudget:
@@ -105,8 +108,7 @@ class PrefillBudget:
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._counts_beside = collections.deque([_FIRST_COUNT_BESIDE], maxlen=_COUNTS_BESIDE)
-        self._layers_s: collections.deque[tuple[float, float]] = collections.deque(maxlen=_LAYER_PACES_KEPT)
-        """What layers of chunks took in the last passes, and what the costs of whole ones say of them."""
+        self._pace = LayerPace()
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
             maxlen=_ROWS_PASSES_KEPT
         )
@@ -118,31 +120,29 @@ class PrefillBudget:
             self._note_slowness(elapsed_s / (_USUAL_OVERRUN * expected_s))
         if size.draw_count == size.token_count:
             self._rows_passes.append((size, elapsed_s))
+            self._pace.note_rows_alone()
         self._costs.note(size, elapsed_s)
 
     def note_layers(self, beside: PassSize, part: PassSize, elapsed_s: float) -> None:
         """Learn from a pass in which a chunk went through some layers, `part` of it as it were, beside what
         went through all."""
-        beside_s, expected_s = self._rows_s(beside), self.seconds(beside + part) - self.seconds(beside)
-        if not expected_s > 0.0:
+        rows_s = self._known_rows_s(beside)
+        layers_s = self.seconds(beside + part) - self.seconds(beside)
+        if not layers_s > 0.0 or not elapsed_s > 0.0:
             return
         if beside.draw_count:
-            self._note_slowness(elapsed_s / (beside_s + self._layer_pace * expected_s))
-        self._layers_s.append((max(0.0, elapsed_s - beside_s), expected_s))
+            self._note_slowness(elapsed_s / (self._pace.rows * rows_s + self._pace.layers * layers_s))
+        self._pace.note(rows_s, layers_s, elapsed_s)
 
     def _rows_s(self, rows: PassSize) -> float:
+        """Return what a pass of these rows takes now, whatever else is in it."""
+        return self._pace.rows * self._known_rows_s(rows)
+
+    def _known_rows_s(self, rows: PassSize) -> float:
         """Return what a pass of these rows takes by what the last ones took: whatever else ran since the
         start is in the costs, and they fit all of it."""
         taken = [elapsed_s / s for size, elapsed_s in self._rows_passes if (s := self.seconds(size))]
         return self.seconds(rows) * (statistics.median(taken) if taken else 1.0)
-
-    @property
-    def _layer_pace(self) -> float:
-        """What layers take, of what the costs of whole chunks say."""
-        if not self._layers_s:
-            return 1.0
-        least, most = _LAYER_PACES_TAKEN
-        return min(most, max(least, statistics.median(taken_s / s for taken_s, s in self._layers_s)))
 
     def _note_slowness(self, overrun: float) -> None:
         self._slowness += _SLOWNESS_WEIGHT * (max(1.0, overrun) - self._slowness)
@@ -186,9 +186,18 @@ class PrefillBudget:
         tried = int(_GROWTH_BESIDE * max(self._counts_beside)) + self._limits.grid_token_count
         limits = dataclasses.replace(self._limits, token_count=min(tried, self._limits.token_count))
         layers = LayerRoom(
-            layers_s - spent_s, pace=self._layer_pace, begins=not is_crowd(crowd) and spent_s <= 0.0
+            layers_s - spent_s,
+            pace=self._pace.layers,
+            begins=not is_crowd(crowd) and spent_s <= 0.0,
+            within_s=self._within_s(rows, crowd, spent_s=spent_s),
         )
         return PassRoom(self._costs, limits, rows, limit_s=limit_s, most_s=most_s, layers=layers)
+
+    def _within_s(self, rows: PassSize, crowd: float, *, spent_s: float) -> float:
+        """Return how long a pass may last for another layer of a chunk to begin."""
+        if not self._limits.ends_layers_in_time:
+            return math.inf
+        return self._rows_s(rows) + _USED_SHARE_IN_TIME * self._allowed_s(rows, crowd) - spent_s
 
     def _slowed_s(self, rows_s: float, extra_s: float) -> float:
         """Return what is left of some time beyond that of the rows where the machine is slow: others' work
@@ -203,7 +212,16 @@ class PrefillBudget:
     def _allowed_s(self, rows: PassSize, crowd: float) -> float:
         """Return the time beyond that of the rows alone which a pass may take."""
         factor = _FACTOR_FOR_CROWD if is_crowd(crowd) else _FACTOR_BESIDE_DECODE
-        return (factor - 1.0) * (self._limits.slice_s or self._rows_s(rows))
+        rows_s = self._rows_s(rows)
+        if self._limits.slice_s or is_crowd(crowd):
+            return (factor - 1.0) * (self._limits.slice_s or rows_s)
+        # Who reads a reply compares with the pace before the prompt came, and rows grow beside a long one.
+        return max(factor * self._pace_s(rows, rows_s) - rows_s, _LEAST_GROWN * (factor - 1.0) * rows_s)
+
+    def _pace_s(self, rows: PassSize, rows_s: float) -> float:
+        """Return what a pass of as many rows took when they were last alone, or takes now if that is less."""
+        taken = [elapsed_s for size, elapsed_s in self._rows_passes if size.draw_count == rows.draw_count]
+        return min(rows_s, statistics.median(taken)) if taken else rows_s
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,6 +233,8 @@ class LayerRoom:
     pace: float
     begins: bool
     """Whether another chunk may begin so."""
+    within_s: float = math.inf
+    """How long the pass may last for another layer to begin; no end where so many run as are asked for."""
     taken_s: float = 0.0
 
 
@@ -297,7 +317,14 @@ class PassRoom:
         if count:
             count = math.ceil(left / math.ceil(left / count))  # in as many passes, all alike
         self._layers.taken_s += count * layer_s
+        if count and share == 1.0 and not math.isinf(self._layers.within_s):
+            return left  # the time ends them
         return count
+
+    @property
+    def within_s(self) -> float:
+        """How long the pass may last for another layer of a chunk to begin."""
+        return self._layers.within_s if self._layers is not None else math.inf
 
     def double(self) -> None:
         """Let what else comes into a pass alone take at most as long as what is in it already."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId, Tenant
@@ -54,6 +54,8 @@ class SchedulerLimits:
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
     layer_count: int = 0
     """Layers of the model that a chunk may go through a few in each pass; 0 where it must go through all."""
+    ends_layers_in_time: bool = False
+    """Whether the runner takes a chunk through layers for as long as it is told, rather than a number."""
     whole_token_count: int = 128
     """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
 
@@ -76,6 +78,7 @@ class Scheduler:
                 token_count=limits.prefill_chunk_token_count,
                 grid_token_count=limits.prefill_grid_token_count,
                 whole_token_count=limits.whole_token_count,
+                ends_layers_in_time=limits.ends_layers_in_time,
             )
         )
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
@@ -434,6 +437,11 @@ class PrefillChunk:
         """Whether the first output token is drawn from it."""
         sequence = self.sequence
         return self.stop == sequence.input_end > sequence.prefill_target
+
+    def as_far_as(self, went_through: Mapping[SequenceId, LayerSpan]) -> PrefillChunk:
+        """Return what ran of it, where its time was over before the last of its layers."""
+        layers = went_through.get(self.sequence.sequence_id)
+        return self if layers is None else dataclasses.replace(self, layers=layers)
 
     @property
     def is_through(self) -> bool:

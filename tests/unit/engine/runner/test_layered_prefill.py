@@ -112,3 +112,29 @@ def test_one_that_is_released_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     assert runner.memory().active_bytes <= used
     opened(runner, PROMPT, TOKENS, done=20)
     assert joined(runner, PROMPT, TOKENS, 20) == wanted
+
+
+def test_layers_end_with_their_time_and_the_next_pass_goes_on(tmp_path: Path) -> None:
+    """The first one runs in any case, and once nothing decodes nobody waits for them."""
+    folder = tiny_model_dir(tmp_path, "llama", layer_count=4)
+    runner = runner_of(folder, is_pipelined=False)
+    count = runner.layer_count()
+    opened(runner, PROMPT, TOKENS)
+    wanted = joined(runner, PROMPT, TOKENS, 0)
+    runner.release([PROMPT])
+    opened(runner, ROW, TOKENS[:7])
+    joined(runner, ROW, TOKENS[:7], 0)
+    opened(runner, PROMPT, TOKENS)
+    for first in range(2):
+        asked = LayerSpan(first, count, count, within_s=0.0)
+        result = runner.run([Chunk(PROMPT, TOKENS[:59], layers=asked)])
+        assert [token.sequence_id for token in result.drawn] == [ROW]
+        assert result.went_through == {PROMPT: LayerSpan(first, first + 1, count)}
+    result = runner.run([Chunk(PROMPT, TOKENS[:59], layers=LayerSpan(2, count, count, within_s=1e9))])
+    assert result.went_through == {}, "as far as was asked"
+    assert joined(runner, PROMPT, TOKENS, 59) == wanted
+    runner.release([ROW, PROMPT])
+    opened(runner, PROMPT, TOKENS)
+    result = runner.run([Chunk(PROMPT, TOKENS[:59], layers=LayerSpan(0, count, count, within_s=0.0))])
+    assert result.went_through == {}
+    assert joined(runner, PROMPT, TOKENS, 59) == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Pooling, Speculation
@@ -32,7 +33,7 @@ class ReadingDevice:
         return seconds
 
     def run_one(self, scheduler: Scheduler) -> tuple[float, list[PrefillChunk]]:
-        chunks = scheduler.plan()
+        chunks = [self._in_time(scheduler, chunk) for chunk in scheduler.plan()]
         size = scheduler.size_of(chunks)
         layered = [chunk.size for chunk in chunks if chunk.layers is not None]
         elapsed_s = self.seconds(scheduler, chunks)
@@ -46,6 +47,16 @@ class ReadingDevice:
                 chunk.sequence.processed_token_count = chunk.stop
                 scheduler.start_decoding(chunk.sequence)
         return elapsed_s, chunks
+
+    def _in_time(self, scheduler: Scheduler, chunk: PrefillChunk) -> PrefillChunk:
+        """Return as much of a chunk as the runner's time lasts for."""
+        while chunk.layers is not None and chunk.layers.last > chunk.layers.first + 1:
+            fewer = dataclasses.replace(chunk.layers, last=chunk.layers.last - 1)
+            shorter = chunk.as_far_as({chunk.sequence.sequence_id: fewer})
+            if self.seconds(scheduler, [chunk]) <= chunk.layers.within_s:
+                break
+            chunk = shorter
+        return chunk
 
     def rows_s(self, scheduler: Scheduler) -> float:
         return self.seconds(scheduler, [])
@@ -205,6 +216,24 @@ def test_once_nothing_decodes_the_rest_of_the_layers_runs_at_once() -> None:
 def test_layers_that_take_longer_than_was_thought_are_fewer_soon() -> None:
     scheduler, _, _ = on_the_way()
     device = ReadingDevice()
-    device.token_s *= 2.5
+    device.token_s *= 4.0
     taken = [device.run_one(scheduler)[0] for _ in range(30)]
-    assert max(taken[15:]) < 2.0 * device.rows_s(scheduler) < max(taken)
+    assert max(taken[15:]) < 1.75 * device.rows_s(scheduler) < max(taken)
+
+
+def test_where_layers_end_in_time_the_pace_stays_that_of_before_however_slow_rows_become() -> None:
+    """All that are left are asked for, and for how long: twice the pass of rows before the prompt came."""
+    scheduler, (prompt,) = taught(1000, limits=dataclasses.replace(LAYERED, ends_layers_in_time=True))
+    device = ReadingDevice()
+    pace_s = device.rows_s(scheduler)
+    device.fixed_s *= 1.5
+    (chunk,) = scheduler.plan()
+    assert chunk.layers is not None and chunk.layers.is_last and chunk.layers.within_s < 2.0 * pace_s
+    taken, layers = [], []
+    while prompt.remaining_token_count > 100:
+        elapsed_s, chunks = device.run_one(scheduler)
+        taken.append(elapsed_s / pace_s)
+        layers += [chunk.layers for chunk in chunks if chunk.layers is not None]
+    assert max(taken) <= 2.0 and len(layers) > 0.9 * len(taken)
+    assert device.rows_s(scheduler) > 1.4 * pace_s, "rows that grew that much besides"
+    assert all(b.first == (0 if a.is_last else a.last) for a, b in itertools.pairwise(layers))
