@@ -32,7 +32,7 @@ _USED_SHARE_FOR_CROWD = 0.8
 """The same for a crowd, where first tokens come before an even pace."""
 _USED_SHARE_LAYERED = 0.55
 """The same where a chunk goes through some layers: it comes on as fast in less time."""
-_USED_SHARE_IN_TIME = 0.78
+_USED_SHARE_IN_TIME = 0.8
 """The same where a chunk goes through layers until the time is over: slow rows leave it less."""
 _LAYERS_AT_ONCE = 2
 """Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the room
