@@ -74,7 +74,9 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A session of its own: Ctrl-C reaches the parent alone, which stops the server in order.
+                # A group of its own: Ctrl-C reaches the parent alone, which stops the server in order. In the
+                # same session: Linux schedules each one as a whole, and callers in another one waited up to
+                # 80 ms for a core, where the engine in process is in theirs.
                 process_group=0,
             )
         try:

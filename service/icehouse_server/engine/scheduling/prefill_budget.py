@@ -7,7 +7,8 @@ work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass
 needs to run at nearly its best rate.
 
 Beside rows a pass has room for a few tokens of a prompt, and each chunk of it reads all that it holds. So a
-long prompt's chunk has many tokens instead, and goes through a few layers in each pass.
+long prompt's chunk has many tokens instead, and goes through a few layers in each pass. Rows grow meanwhile:
+twice as long means twice what they took when they were last alone.
 """
 
 from __future__ import annotations
