@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Subscriber:
         """Return when these events have come in this order, among others.
 
         A subscription may reach the publisher between two messages: then the second one comes before all is
-        told again, which is in order.
+        told again, it too, which is in order.
         """
         left = list(wanted)
         async with asyncio.timeout(BOUND_S):
@@ -78,9 +78,17 @@ def names(fingerprint: Fingerprint) -> list[int]:
     return made
 
 
-async def test_blocks_are_told_as_they_come_and_again_after_a_restart(tmp_path: Path) -> None:
+@pytest.fixture
+def subscriber() -> Iterator[Subscriber]:
+    made = Subscriber()
+    yield made
+    made.close()
+
+
+async def test_blocks_are_told_as_they_come_and_again_after_a_restart(
+    subscriber: Subscriber, tmp_path: Path
+) -> None:
     tiny_model_dir(tmp_path, "llama", name="model")
-    subscriber = Subscriber()
     async with served_for(subscriber, tmp_path) as served:
         request = pb.GenerateRequest(max_output_tokens=1)
         request.tokens.ids.extend(TOKENS)
@@ -97,4 +105,3 @@ async def test_blocks_are_told_as_they_come_and_again_after_a_restart(tmp_path: 
     assert topic.startswith(b"kv@127.0.0.1:") and topic.endswith(b"@tiny")
     async with served_for(subscriber, tmp_path):
         await subscriber.read_until_told(*([*event[:6], "CPU", None] for event in in_ram))
-    subscriber.close()

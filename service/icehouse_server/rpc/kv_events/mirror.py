@@ -8,6 +8,7 @@ block in the air, and a snapshot in the order of telling is in the order of plac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -120,6 +121,10 @@ class BlockMirror:
     def told_names(self, tenant: Tenant) -> list[BlockHash]:
         """Return the names of what subscribers know now of a tenant's blocks, parents first."""
         return list(self._told.get(tenant, ()))
+
+    def last_told_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
+        """Return the names of the blocks that were told last, at most so many, parents first."""
+        return list(itertools.islice(reversed(self._told.get(tenant, {})), count))[::-1]
 
     def told_of(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
         """Yield what subscribers know of this block, nothing if they do not."""

@@ -56,6 +56,8 @@ class ZmqPublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.XPUB)
         self._to_retell: collections.deque[BlockHash] = collections.deque()
+        self._late_count = 0
+        """Events of blocks that came while the others were told again; these blocks are told last."""
         self._is_retelling_due = False
         self._retelling_time = -_RETELL_S
         self._task: asyncio.Task[None] | None = None
@@ -98,8 +100,14 @@ class ZmqPublisher:
         self._context.destroy(linger=0)
 
     def publish(self, batch: KvBatch) -> None:
-        """Send what of a batch is this tenant's."""
-        self._send([event for event in batch.events if self._is_mine(event)], time=batch.time)
+        """Send what of a batch is this tenant's.
+
+        Whoever is being told everything may not know its blocks' parents yet: they are told once more then.
+        """
+        mine = [event for event in batch.events if self._is_mine(event)]
+        self._send(mine, time=batch.time)
+        if self._is_retelling:
+            self._late_count += sum(isinstance(event, BlockStored) for event in mine)
 
     def turn(self) -> bool:
         """See who has come, and tell everything again, a batch of it; whether anybody has come."""
@@ -120,7 +128,7 @@ class ZmqPublisher:
         """Take a turn, and begin to tell everything again where that is due and has ended."""
         self.turn()
         # One that has begun goes on to its end: whoever keeps coming must not keep the last blocks from all.
-        is_free = not self._to_retell and self._clock.monotonic() - self._retelling_time >= _RETELL_S
+        is_free = not self._is_retelling and self._clock.monotonic() - self._retelling_time >= _RETELL_S
         if self._is_retelling_due and is_free:
             self._retelling_time = self._clock.monotonic()
             self.begin_retelling()
@@ -134,11 +142,19 @@ class ZmqPublisher:
         """Tell of blocks as they are now, whatever they were when the retelling began."""
         events: list[KvEvent] = []
         token_count = 0
-        while self._to_retell and token_count < BATCH_TOKEN_COUNT:
+        while self._is_retelling and token_count < BATCH_TOKEN_COUNT:
+            if not self._to_retell:
+                self._to_retell.extend(self._source.mirror.last_told_names(self._tenant, self._late_count))
+                self._late_count = 0
+                continue
             for block, held in self._source.mirror.told_of(self._to_retell.popleft()):
                 events += [BlockStored(block, tier) for tier in held]
                 token_count += block.token_count * len(held)
         self._send([event for event in events if self._is_mine(event)], time=self._clock.wall())
+
+    @property
+    def _is_retelling(self) -> bool:
+        return bool(self._to_retell) or self._late_count > 0
 
     def _is_mine(self, event: KvEvent) -> bool:
         return isinstance(event, BlockStored | BlockRemoved) and event.tenant == self._tenant

@@ -158,6 +158,21 @@ async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Pu
     assert [event[:2] for event in events] == [["BlockStored", [1]], ["BlockStored", [3]]]
 
 
+async def test_what_comes_while_everything_is_told_again_is_told_behind_its_parent(
+    published: Published,
+) -> None:
+    published.tell(block(1))
+    socket = await published.subscriber()
+    published.publisher.begin_retelling()
+    published.tell(Came(KvTier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
+    told: list[list[int]] = []
+    while len(told) < 3:
+        _, events = await published.read(socket)
+        told += [event[1] for event in events]
+    # At once, for those who know its parent, and once more for whoever came.
+    assert told == [[2], [1], [2]]
+
+
 async def test_a_subscriber_that_reads_nothing_holds_nobody_up(published: Published) -> None:
     stalled = await published.subscriber()
     for number in range(3_000):
