@@ -12,6 +12,7 @@ makes the next write copy all of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from icehouse_server.engine.runner.forward.cpu.attention import Call
+from icehouse_server.engine.runner.forward.cpu.attention import Call, computes_on_cpu
 from icehouse_server.engine.runner.forward.row import Row
 
 LEAST_ROW_COUNT: Final = 4
@@ -33,6 +34,10 @@ _EARLY_TOKEN_COUNT: Final = 16
 """A row may leave its slot so many tokens before it must, where nobody else leaves in that pass: all that it
 holds is copied. Eight rows that came together all left in one or two passes, which took 0.3 to 0.7 s instead
 of 0.06 (128 KiB of KV a token; 2-core x86)."""
+_MOST_STRETCHES: Final = 4
+"""Of rows of one length side by side, each of which is one write; MLX's scatter is one for all, number by
+number on a CPU: sixteen rows of two lengths take 13.2 ms of writing and attention so and 17.2 with it (16
+layers, 8 heads of 128 numbers, 2-core x86)."""
 _MOST_RUNS: Final = 3
 """That a class may have: each is one more attention, and closing gaps copies rows."""
 
@@ -184,6 +189,16 @@ class Seat:
         return self.slots.views(self._row, self.place, end)
 
 
+def _stretches(begins: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return from which to which rows side by side have one number, and that number."""
+    found, first = [], 0
+    for begin, same in itertools.groupby(begins):
+        last = first + sum(1 for _ in same)
+        found.append((first, last, begin))
+        first = last
+    return found
+
+
 class SlotRun:
     """Rows side by side in a class, each with one token in a pass: one write, one attention."""
 
@@ -194,23 +209,29 @@ class SlotRun:
         self._last = self._first + len(rows)
         begins = [row.token_count for row in rows]
         self._end = max(begins) + 1
-        self._is_even = min(begins) == max(begins)
+        self._stretches = _stretches(begins)
         self._numbers = mx.arange(self._first, self._last)
         self._begins = mx.array(begins)
-        self._mask = (
-            None if self._is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
-        )
+        is_even = len(self._stretches) == 1
+        self._is_scattered = len(self._stretches) > (_MOST_STRETCHES if computes_on_cpu() else 1)
+        self._mask = None if is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
 
     def update(self, place: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, 1, size] behind what each row has; return what they attend to."""
         fetched = []
         for buffer, new in zip(self._slots.buffers[place], (keys, values), strict=True):
-            if self._is_even:
-                buffer[self._first : self._last, :, self._end - 1 : self._end] = new
-            else:
+            if self._is_scattered:
                 buffer[self._numbers, :, self._begins] = new[:, :, 0]
+            else:
+                self._write(buffer, new)
             fetched.append(buffer[self._first : self._last, :, : self._end])
         return fetched[0], fetched[1]
+
+    def _write(self, buffer: mx.array, new: mx.array) -> None:
+        """Put rows of one length into their slots together."""
+        for first, last, begin in self._stretches:
+            part = new[first:last] if len(self._stretches) > 1 else new
+            buffer[self._first + first : self._first + last, :, begin : begin + 1] = part
 
     def call(self, queries: mx.array, fetched: tuple[mx.array, mx.array]) -> Call:
         """Return the attention of [rows, heads, 1, size]."""

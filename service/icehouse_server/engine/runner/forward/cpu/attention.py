@@ -24,10 +24,11 @@ import numpy as np
 
 from icehouse_server.engine.kv_cache.borrowing import Segments
 
-_LEAST_THIN_SCORES: Final = 12 << 10
+_LEAST_THIN_SCORES: Final = 6 << 10
 """Of one query for each head, from which on their keys are read here: MLX's matrix product of a vector copies
-all keys first, but is waited for once a pass and not in each layer. Eight rows of 140 tokens take 37 ms so
-and 34 by MLX, and of 230 tokens 36 and 42 (16 layers, 8 heads of 128 numbers, in turns; 2-core x86)."""
+all keys first, but is waited for once a pass and not in each layer. Sixteen rows of 40 to 90 tokens take 38
+ms a pass so and 44 by MLX, eight of 120 to 160 tokens 36 and 39, eight of 40 to 90 tokens 31 either way (16
+layers, 8 heads of 128 numbers, in turns; 2-core x86)."""
 _LEAST_THIN_POSITIONS: Final = 1 << 10
 """The same of one row, whatever the others have: a head's keys and their copy are more than a core's own
 cache holds then. One row of 1,200 tokens takes 34 ms and 44 by MLX, of 800 tokens 26 and 24."""
@@ -35,7 +36,7 @@ _MOST_STARTED_TOKENS: Final = 2
 """Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
 3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
 layers, in turns; 2-core x86)."""
-_LEAST_SHARED_SCORES: Final = 1 << 13
+_LEAST_SHARED_SCORES: Final = 4 << 10
 """Of such ones, for which it is worth waking another thread."""
 _LEAST_SCORES: Final = 1 << 14
 """Fewer scores than these cost MLX less than it takes to wait for them."""
@@ -96,7 +97,7 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
 
     Where softmax is made here, all of a layer are waited for together.
     """
-    counts = [_score_count(call) for call in calls] if _is_cpu() and sinks is None else []
+    counts = [_score_count(call) for call in calls] if computes_on_cpu() and sinks is None else []
     least = _LEAST_SCORES_BESIDE if max(counts, default=0) >= _LEAST_SCORES else None
     thin = [(call, count) for call, count in zip(calls, counts, strict=False) if call.queries.shape[2] == 1]
     takes_thin = (
@@ -134,14 +135,14 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
                 found.setdefault(number, []).append(array)
     for i, pieces in found.items():
         outputs[i] = mx.concatenate(pieces, axis=2) if len(pieces) > 1 else pieces[0]
-    if _is_cpu() and not found and _token_count(calls) <= _MOST_STARTED_TOKENS:
+    if computes_on_cpu() and not found and _token_count(calls) <= _MOST_STARTED_TOKENS:
         mx.async_eval(outputs)  # type: ignore[no-untyped-call]
     return cast(list[mx.array], outputs)
 
 
 def reads_segments(dtype: mx.Dtype, *, mask: Any = None) -> bool:
     """Tell whether attention reads `Segments` of such keys, under such a mask and without sinks."""
-    return _is_cpu() and dtype == mx.float32 and _is_known(mask)
+    return computes_on_cpu() and dtype == mx.float32 and _is_known(mask)
 
 
 def _is_known(mask: Any) -> bool:
@@ -165,7 +166,8 @@ def _token_count(calls: Sequence[Call]) -> int:
 
 
 @functools.cache
-def _is_cpu() -> bool:
+def computes_on_cpu() -> bool:
+    """Whether MLX's default device is the CPU."""
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
