@@ -149,6 +149,7 @@ def runner_settings(config: Config) -> RunnerSettings:
         is_pipelined=not runs_on_cpu(),
         attention=Attention(config.engine.attention),
         is_memory_wired=config.engine.wired_memory,
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
         image_feature_limit_bytes=config.engine.image_feature_bytes,
         block_token_count=config.cache.block_token_count,
         kv_bits=config.cache.kv_bits,

@@ -71,6 +71,9 @@ class RunnerSettings:
     least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
     """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
     less is copied."""
+    memory_limit_bytes: Callable[[], int] = model_loader.device_memory_bytes
+    """What model, KV and cache may take together; asked on the inference thread. Freed buffers that are kept
+    for the next arrays are a share of it."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -137,7 +140,7 @@ class ModelRunner:
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._warm_up(adapter.name)
-        self._freed.bound(kv_bytes_per_token)
+        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes())
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         self._lend(kv_bytes_per_token)

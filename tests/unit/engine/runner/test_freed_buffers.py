@@ -21,7 +21,7 @@ def freed() -> Iterator[FreedBuffers]:
     mx.clear_cache()
     before = mx.set_cache_limit(LIMIT_BYTES)
     freed = FreedBuffers()
-    freed.bound(1)  # little KV a token: the least that is kept
+    freed.bound(1, memory_limit_bytes=8 << 30)  # little KV a token: the least that is kept
     yield freed
     mx.set_cache_limit(before)
     mx.clear_cache()
@@ -48,6 +48,16 @@ def test_what_is_freed_is_kept_while_there_is_room(freed: FreedBuffers) -> None:
         free_one(size_mib)
         freed.keep_room()
     assert mx.get_cache_memory() >= 33 * MIB
+
+
+def test_a_small_machine_keeps_an_eighth_of_what_may_be_used(freed: FreedBuffers) -> None:
+    freed.bound(128 << 10, memory_limit_bytes=400 * MIB)
+    assert mx.set_cache_limit(LIMIT_BYTES) == 50 * MIB
+
+
+def test_a_large_one_keeps_the_kv_of_so_many_tokens(freed: FreedBuffers) -> None:
+    freed.bound(64 << 10, memory_limit_bytes=64 << 30)
+    assert mx.set_cache_limit(LIMIT_BYTES) == (24 << 10) * (64 << 10)
 
 
 def test_nothing_is_bound_before_a_model_is_known() -> None:
