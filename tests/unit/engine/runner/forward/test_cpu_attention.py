@@ -118,6 +118,28 @@ def test_what_comes_before_the_first_wait_comes_once_however_many_there_are() ->
     assert waits_of(lambda: fused_attention(calls, scale=SCALE)) == 1
 
 
+@pytest.mark.parametrize(
+    ("calls", "is_started"),
+    [
+        ([call(1, 50)], True),
+        ([call(1, 50), call(1, 60)], True),
+        ([call(2, 50, "causal")], True),
+        ([call(1, 50, rows=3)], False),
+        ([call(3, 50, "causal")], False),
+        ([call(1, 50), call(16, 50, "causal")], False),
+    ],
+)
+def test_layers_of_a_pass_of_one_or_two_tokens_begin_while_the_next_are_built(
+    calls: list[Call], is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    really = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda found: (started.append(found), really(found)))
+    got = fused_attention(calls, scale=SCALE)
+    assert bool(started) is is_started
+    assert all(error(g, one) < 1e-4 for g, one in zip(got, calls, strict=True))
+
+
 def test_a_token_that_sees_nothing_gives_what_mlx_gives() -> None:
     seen = mx.concatenate([mx.zeros((1, 400), dtype=mx.bool_), mx.ones((29, 400), dtype=mx.bool_)])
     one = call(30, 400, seen)

@@ -113,6 +113,21 @@ def filled_class(count: int) -> tuple[SlotClass, list[Row]]:
     return slots, rows
 
 
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 5, 9), (9, 5, 9, 5), (1, 2, 3, 4, 5, 6)])
+def test_each_row_is_written_behind_what_it_has_whatever_the_others_have(lengths: tuple[int, ...]) -> None:
+    slots, like = SlotClass(16), Like(2, 4, mx.float32)
+    rows = [Row([KVCache()], token_count=length) for length in lengths]
+    for row in rows:
+        slots.add(row, {}, {0: (like, like)})
+    keys, values = (mx.random.normal((len(rows), 2, 1, 4)) for _ in range(2))
+    SlotRun(slots, rows).update(0, keys, values)
+    for buffer, new in zip(slots.buffers[0], (keys, values), strict=True):
+        for slot, length in enumerate(lengths):
+            expected = mx.zeros((2, 16, 4))
+            expected[:, length : length + 1] = new[slot]
+            assert mx.array_equal(buffer[slot], expected).item()
+
+
 def test_closing_gaps_moves_the_rows_from_the_end() -> None:
     slots, rows = filled_class(9)
     assert slots.buffers[0][0].shape == (12, 2, 128, 4)
