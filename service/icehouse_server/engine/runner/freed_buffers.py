@@ -16,6 +16,8 @@ _SHARE: Final = 1 / 8
 """The KV of so many tokens is kept, and at least so much, but never more than this share of what may be used.
 With the KV of 8,192 tokens sixteen prompts that followed other sizes had their last first token after 1.1
 times the engine's time, and 0.8 so (128 KiB of KV a token; 2-core x86 with 24 GiB)."""
+_MOST_BYTES_UNKNOWN: Final = 1 << 30
+"""Where the device does not say what it has."""
 _FULL: Final = 7 / 8
 _ROOM: Final = 3 / 4
 """A store that is full to the first share is emptied to the second one, the oldest buffers first: MLX's CPU
@@ -28,15 +30,26 @@ class FreedBuffers:
     def __init__(self) -> None:
         self._limit_bytes = 0
         """0 before it is known how much KV a token has."""
+        self._memory_limit_bytes = 0
 
     def bound(self, kv_bytes_per_token: int, *, memory_limit_bytes: int) -> None:
-        """Keep as many as a model with such KV has use for, and this much memory room."""
-        wanted = max(_MIN_BYTES, _TOKENS * kv_bytes_per_token)
-        self._limit_bytes = min(wanted, int(_SHARE * memory_limit_bytes))
+        """Keep as many as a model with such KV has use for, and as what may be used has room for.
+
+        `memory_limit_bytes` 0 is not known.
+        """
+        self._memory_limit_bytes = memory_limit_bytes
+        most = int(_SHARE * memory_limit_bytes) or _MOST_BYTES_UNKNOWN
+        self._limit_bytes = min(most, max(_MIN_BYTES, _TOKENS * kv_bytes_per_token))
         mx.set_cache_limit(self._limit_bytes)
 
     def keep_room(self) -> None:
-        """Let go of the oldest ones where few more would be kept. Only while nothing is computed."""
-        if self._limit_bytes and mx.get_cache_memory() > _FULL * self._limit_bytes:
-            mx.set_cache_limit(int(_ROOM * self._limit_bytes))
+        """Let go of the oldest ones where few more would be kept, or what is in use leaves them no room.
+
+        Only while nothing is computed.
+        """
+        limit_bytes = self._limit_bytes
+        if self._memory_limit_bytes:
+            limit_bytes = min(limit_bytes, max(0, self._memory_limit_bytes - mx.get_active_memory()))
+        if self._limit_bytes and mx.get_cache_memory() > _FULL * limit_bytes:
+            mx.set_cache_limit(int(_ROOM * limit_bytes))
             mx.set_cache_limit(self._limit_bytes)

@@ -60,6 +60,26 @@ def test_a_large_one_keeps_the_kv_of_so_many_tokens(freed: FreedBuffers) -> None
     assert mx.set_cache_limit(LIMIT_BYTES) == (24 << 10) * (64 << 10)
 
 
+def test_a_device_that_does_not_say_what_it_has_keeps_some(freed: FreedBuffers) -> None:
+    freed.bound(128 << 10, memory_limit_bytes=0)
+    assert mx.set_cache_limit(LIMIT_BYTES) == 1 << 30
+
+
+def test_what_is_kept_gives_way_to_what_is_in_use(freed: FreedBuffers) -> None:
+    held = mx.zeros(64 * MIB // 4)
+    mx.eval(held)
+    freed.bound(1, memory_limit_bytes=1 << 30)
+    free_one(60)
+    freed.keep_room()
+    assert mx.get_cache_memory() >= 60 * MIB
+    freed.bound(1, memory_limit_bytes=mx.get_active_memory() + 400 * MIB)  # an eighth of it is kept now
+    more = mx.zeros(380 * MIB // 4)
+    mx.eval(more)
+    freed.keep_room()
+    assert mx.get_cache_memory() <= 20 * MIB, "With it, more than may be used"
+    assert held.size and more.size
+
+
 def test_nothing_is_bound_before_a_model_is_known() -> None:
     before = mx.set_cache_limit(LIMIT_BYTES)
     try:

@@ -137,6 +137,7 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
         outputs[i] = mx.concatenate(pieces, axis=2) if len(pieces) > 1 else pieces[0]
     if computes_on_cpu() and not found and _token_count(calls) <= _MOST_STARTED_TOKENS:
         mx.async_eval(outputs)  # type: ignore[no-untyped-call]
+        FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
     return cast(list[mx.array], outputs)
 
 
