@@ -218,6 +218,10 @@ class Pipeline:
         for sequence in (*self._decoding.values(), *(s for s, _ in whole)):
             if sequence.row.seated_caches is None and self.forwards[sequence.adapter].facts.takes_slab:
                 rows.setdefault(sequence.adapter, {})[sequence.row] = brought[sequence.row]
+        coming: dict[AdapterName, list[Row]] = {}
+        for sequence, chunk in parts:
+            if chunk.row is None and chunk.length.input_token_count:
+                coming.setdefault(sequence.adapter, []).append(sequence.row)
         has_moved = False
         for adapter, found in rows.items():
             forward = self.forwards[adapter]
@@ -226,7 +230,9 @@ class Pipeline:
                     if row.token_count:
                         forward.seat(row)
             else:
-                has_moved |= forward.seat_together(found, token_limit=self.slab_token_limit)
+                has_moved |= forward.seat_together(
+                    found, coming=coming.get(adapter, ()), token_limit=self.slab_token_limit
+                )
         return has_moved
 
     def _forward(

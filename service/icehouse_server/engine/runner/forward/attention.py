@@ -34,8 +34,9 @@ def attend(
         layer.pieces = _pieces(layer, masks)
         cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
         parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
+        written = [_write(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts]
         layer.fetched = [
-            _update(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts
+            _read(layer, piece, found) for piece, found in zip(layer.pieces, written, strict=True)
         ]
     cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
     calls: list[Call] = []
@@ -72,7 +73,7 @@ def _pieces(layer: FlatLayer, masks: Sequence[Mask] | None) -> list[Piece]:
     return pieces
 
 
-def _update(
+def _write(
     layer: FlatLayer,
     piece: Piece,
     keys: mx.array,
@@ -80,26 +81,45 @@ def _update(
     masks: Sequence[Mask] | None,
     *,
     has_sinks: bool,
-) -> Any:
-    """Put the rows' keys and values into their caches; return what each row then attends to."""
+) -> list[tuple[Any, Any] | Seat]:
+    """Put the rows' keys and values into their caches; return what each row then attends to.
+
+    What lies in buffers for several is read once all of them have written: it stands as the row's seat, or
+    not at all for a run.
+    """
     if piece.run is not None:
-        return piece.run.update(layer.place, keys, values)
+        piece.run.write(layer.place, keys, values)
+        return []
     spans, is_plain = layer.spans, layer.cache_class.is_plain
-    fetched: list[tuple[Any, Any]] = []
+    found: list[tuple[Any, Any] | Seat] = []
     cuts = _row_cuts(layer, piece)
     for number, (k, v) in enumerate(zip(_cut(keys, cuts), _cut(values, cuts), strict=True), piece.first):
         cache = layer.caches[number]
         if is_plain and number < spans.single_count and not isinstance(cache, _KEPT_ELSEWHERE):
-            fetched.append(append_one(cache, k, v, spans.single_places[number]))
+            found.append(append_one(cache, k, v, spans.single_places[number]))
             continue
         if spans.counts[number] > 1:
             k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
         mask = None if masks is None else masks[number]
-        if isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
-            fetched.append(cache.append(k, v))
+        if isinstance(cache, Seat):
+            cache.write(k, v)
+            found.append(cache)
+        elif isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
+            found.append(cache.append(k, v))
         else:
-            fetched.append(cache.update_and_fetch(k, v))
-    return fetched
+            found.append(cache.update_and_fetch(k, v))
+    return found
+
+
+def _read(layer: FlatLayer, piece: Piece, written: Sequence[tuple[Any, Any] | Seat]) -> Any:
+    """Return what each row of a piece attends to, or all of a run."""
+    if piece.run is not None:
+        return piece.run.fetch(layer.place)
+    counts = layer.spans.counts
+    return [
+        found.fetch(counts[number]) if isinstance(found, Seat) else found
+        for number, found in enumerate(written, piece.first)
+    ]
 
 
 def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ is built lazily: nothing is computed until its arrays are evaluated. Inference t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -173,11 +174,12 @@ class ForwardPass:
         assert self.facts.takes_slab and (row.token_count or self._slab), "This row cannot be in a slab"
         self._slab_for(row).seat(row, more=more, slot_count=slot_count)
 
-    def seat_together(self, rows: Mapping[Row, int], *, token_limit: int) -> bool:
+    def seat_together(self, rows: Mapping[Row, int], *, coming: Sequence[Row] = (), token_limit: int) -> bool:
         """Seat rows that are not seated, where enough of a length class come together; True when any was.
 
         `rows` tells how many tokens each one's next pass brings; without any yet, a row can be seated once
-        another one was. Rows that need room for more than `token_limit` stay by themselves.
+        another one was. `coming` are about to: buffers have room for them from the beginning. Rows that need
+        room for more than `token_limit` stay by themselves.
         """
         by_class: dict[int, dict[Row, int]] = {}
         for row, count in rows.items():
@@ -186,13 +188,20 @@ class ForwardPass:
             stays = min(after + _LEAST_STAY, row.length.limit_token_count) <= token_limit
             if stays and room <= token_limit and (row.token_count or self._slab is not None):
                 by_class.setdefault(row.slot_length(room), {})[row] = room - row.token_count
+        rooms = [
+            slot_room(row.length.input_token_count, row.length, token_limit=token_limit) for row in coming
+        ]
+        coming_counts = collections.Counter(
+            row.slot_length(room) for row, room in zip(coming, rooms, strict=True)
+        )
         has_seated = False
         for length, found in by_class.items():
             seated_count = self._slab.count(length) if self._slab is not None else 0
             if seated_count + len(found) >= LEAST_ROW_COUNT:
+                slot_count = seated_count + len(found) + coming_counts[length]
                 for row, more in found.items():
                     self._slab_for(row).token_limit = token_limit
-                    self.seat(row, more=more, slot_count=seated_count + len(found))
+                    self.seat(row, more=more, slot_count=slot_count)
                 has_seated = True
         return has_seated
 

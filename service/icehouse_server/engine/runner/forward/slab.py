@@ -5,8 +5,8 @@ has it measured). Here a length class (`core.length_class`) has one buffer for e
 length, size]; rows that lie side by side in it are one run, their lengths are known on the host, and no mask
 is made while they are equal. Only layers of plain attention are kept so.
 
-What is read out of a buffer must be evaluated before the next pass: an array that still depends on a buffer
-makes the next write copy all of it.
+What is read out of a buffer must be evaluated before the next pass, and in a layer all rows write before any
+reads: an array that still depends on a buffer makes the next write copy all of it.
 """
 
 from __future__ import annotations
@@ -180,13 +180,20 @@ class Seat:
         """Return what a plain cache with as many tokens does."""
         return create_attention_mask(N, offset=self.offset, **asked)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def write(self, keys: mx.array, values: mx.array) -> None:
+        """Put [1, heads, tokens, size] behind what the row has."""
         begin, end = self.offset, self.offset + keys.shape[2]
         slot = self.slots.slots[id(self._row)]
-        held_keys, held_values = self.slots.buffers[self.place]
-        held_keys[slot : slot + 1, :, begin:end] = keys
-        held_values[slot : slot + 1, :, begin:end] = values
-        return self.slots.views(self._row, self.place, end)
+        for buffer, new in zip(self.slots.buffers[self.place], (keys, values), strict=True):
+            buffer[slot : slot + 1, :, begin:end] = new
+
+    def fetch(self, count: int) -> tuple[mx.array, mx.array]:
+        """Return what the row has, with `count` tokens that were written behind it."""
+        return self.slots.views(self._row, self.place, self.offset + count)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.write(keys, values)
+        return self.fetch(keys.shape[2])
 
 
 def _stretches(begins: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -216,18 +223,22 @@ class SlotRun:
         self._is_scattered = len(self._stretches) > (_MOST_STRETCHES if computes_on_cpu() else 1)
         self._mask = None if is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
 
-    def update(self, place: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [rows, heads, 1, size] behind what each row has; return what they attend to."""
-        fetched = []
+    def write(self, place: int, keys: mx.array, values: mx.array) -> None:
+        """Put [rows, heads, 1, size] behind what each row has."""
         for buffer, new in zip(self._slots.buffers[place], (keys, values), strict=True):
             if self._is_scattered:
                 buffer[self._numbers, :, self._begins] = new[:, :, 0]
             else:
-                self._write(buffer, new)
-            fetched.append(buffer[self._first : self._last, :, : self._end])
-        return fetched[0], fetched[1]
+                self._write_stretches(buffer, new)
 
-    def _write(self, buffer: mx.array, new: mx.array) -> None:
+    def fetch(self, place: int) -> tuple[mx.array, mx.array]:
+        """Return what they attend to, [rows, heads, tokens, size], once it is written."""
+        keys, values = (
+            buffer[self._first : self._last, :, : self._end] for buffer in self._slots.buffers[place]
+        )
+        return keys, values
+
+    def _write_stretches(self, buffer: mx.array, new: mx.array) -> None:
         """Put rows of one length into their slots together."""
         for first, last, begin in self._stretches:
             part = new[first:last] if len(self._stretches) > 1 else new

@@ -120,7 +120,7 @@ def test_each_row_is_written_behind_what_it_has_whatever_the_others_have(lengths
     for row in rows:
         slots.add(row, {}, {0: (like, like)})
     keys, values = (mx.random.normal((len(rows), 2, 1, 4)) for _ in range(2))
-    SlotRun(slots, rows).update(0, keys, values)
+    SlotRun(slots, rows).write(0, keys, values)
     for buffer, new in zip(slots.buffers[0], (keys, values), strict=True):
         for slot, length in enumerate(lengths):
             expected = mx.zeros((2, 16, 4))
@@ -147,7 +147,9 @@ def test_rows_beside_a_gap_attend_in_runs_of_their_own() -> None:
     slots.remove(rows[2])
     for run_rows in (rows[:2], rows[3:]):
         new = mx.full((2, 2, 1, 4), 9.0)
-        keys, _ = SlotRun(slots, run_rows).update(0, new, new)
+        run = SlotRun(slots, run_rows)
+        run.write(0, new, new)
+        keys, _ = run.fetch(0)
         for place, row in enumerate(run_rows):
             own = rows.index(row)
             assert mx.all(keys[place, :, : own + 1] == own).item()
@@ -197,6 +199,48 @@ def test_prompts_that_were_never_anywhere_else_draw_what_they_draw_alone() -> No
             tokens.append(token)
         shares = [Share(row, 1, logit_count=1) for row in rows]
     assert drawn == want
+
+
+def test_no_pass_copies_a_buffer_to_write_to_it() -> None:
+    """Rows write one after the other, and what reads a buffer meanwhile would have the next one copy it."""
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows = [Row(make_prompt_cache(model)) for _ in range(16)]
+    for row in rows:
+        row.length = KvLength(2, 4096)
+    mx.eval(forward.run(mx.array([3, 4]), [Share(rows[0], 2)]).arrays)
+    forward.seat(rows[0], more=4000, slot_count=16)
+    buffer, count = _buffers_of(rows[0])[0], 12
+    for row in rows[1:]:
+        forward.seat(row, more=4000)
+
+    def excess_bytes(shares: Sequence[Share]) -> int:
+        token_ids = mx.array([5] * sum(share.token_count for share in shares))
+        mx.reset_peak_memory()
+        output = forward.run(token_ids, shares)
+        mx.eval(output.logits, output.arrays)
+        return mx.get_peak_memory() - mx.get_active_memory()
+
+    prompts = [Share(row, count, logit_count=1) for row in rows[1:9]]
+    decoding = [Share(row, 1, logit_count=1) for row in rows[:9]]
+    assert excess_bytes(prompts) < buffer.nbytes // 2
+    later = [Share(row, count, logit_count=1) for row in rows[9:]]
+    assert excess_bytes([*decoding, *later]) < buffer.nbytes // 2
+    assert excess_bytes([Share(row, 1, logit_count=1) for row in rows]) < buffer.nbytes // 2
+
+
+def test_buffers_have_room_for_prompts_that_are_on_their_way() -> None:
+    model = build("llama")
+    forward = ForwardPass(model, examine(model))
+    rows, coming = ([Row(make_prompt_cache(model)) for _ in range(count)] for count in (12, 3))
+    for row in (*rows, *coming):
+        row.length = KvLength(9, 40)
+    far = Row(make_prompt_cache(model))
+    far.length = KvLength(700, 800)
+    for row in rows:
+        mx.eval(forward.run(mx.array(prompt_of(9, 1)), [Share(row, 9)]).arrays)
+    assert forward.seat_together(dict.fromkeys(rows, 1), coming=[*coming, far], token_limit=1024)
+    assert {buffer.shape[0] for row in rows for buffer in _buffers_of(row)} == {16}
 
 
 def test_slots_of_a_device_that_wants_multiples_are_multiples() -> None:
