@@ -159,13 +159,13 @@ def test_an_idle_engine_waits_for_a_burst_but_a_moment() -> None:
     served.loop.step()
     served.submit("first", (1, 2), max_output_tokens=1)
     served.loop.step()
-    assert served.mailbox.waits_s[-1] <= 0.001, "nobody comes behind it"
+    assert served.mailbox.waits_s[-1] <= 0.002, "nobody comes behind it"
     endless = SteppedLoop(waiting_limit=100)
     endless.loop.step()
     endless.submit("first", (1, 2), max_output_tokens=1)
     endless.mailbox.later += [Submit(request(f"r{n}", (1, 2), max_output_tokens=1)) for n in range(90)]
     endless.loop.step()
-    assert len(endless.mailbox.later) > 60, "the first pass runs while others are still coming"
+    assert len(endless.mailbox.later) > 40, "the first pass runs while others are still coming"
 
 
 def test_eos_ends_without_text_and_counts() -> None:
