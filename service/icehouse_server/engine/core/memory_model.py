@@ -146,6 +146,8 @@ class MemoryModel:
     class_token_limit: int = 0
     """Decoding rows of up to so many tokens may lie in buffers that are as long as `KvGrowth.slot_length`
     says."""
+    attended_bytes_per_token: int = 0
+    """What attention makes of the KV that it reads, in one layer, for each token of the context."""
     draft: DraftFootprint = DraftFootprint()
     tower: TowerShape | None = None
     """What makes vectors of images, where the model sees any."""
@@ -187,7 +189,7 @@ class MemoryModel:
         values = chunk_token_count * per_token
         if shape.keeps_scores:
             values += _SCORE_COPIES * shape.head_count * chunk_token_count * context_token_count
-        return values * shape.compute_bytes
+        return values * shape.compute_bytes + self.attended_bytes_per_token * context_token_count
 
     def logits_bytes(self, token_count: int) -> int:
         """Return what the logits of so many tokens take while their log probabilities are read."""

@@ -36,8 +36,10 @@ from icehouse_server.engine.runner.forward import (
     Way,
     examine,
     plain_places,
+    slab_places,
 )
 from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
+from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
@@ -144,12 +146,16 @@ class ModelRunner:
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         self._lend(kv_bytes_per_token)
+        shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
-            model_loader.shape_of(loaded),
+            shape,
             kv_bytes_per_token,
             fixed_bytes,
             growth=self._growth,
             class_token_limit=self._pipeline.slab_token_limit,
+            attended_bytes_per_token=self._attended_bytes(
+                kv_bytes_per_token, number_bytes=shape.compute_bytes
+            ),
             draft=self._load_draft(info),
             tower=model_loader.tower_shape_of(loaded),
         )
@@ -299,8 +305,22 @@ class ModelRunner:
         if attention is Attention.SLAB:
             return sys.maxsize
         limit = _GPU_ROW_BYTE_LIMIT if self._settings.is_pipelined else _CPU_ROW_BYTE_LIMIT
-        layer_count = len(plain_places(self._facts.caches, self.fresh_caches()))
-        return limit * layer_count // max(1, kv_bytes_per_token)
+        return limit * self._kv_layer_count() // max(1, kv_bytes_per_token)
+
+    def _kv_layer_count(self) -> int:
+        """Return how many layers keep KV of unlimited context."""
+        return len(slab_places(self._facts.caches, self.fresh_caches()))
+
+    def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
+        """Return what attention makes of a token's KV in one layer."""
+        if not self._facts.takes_slab:
+            return 0  # it is the model's own, or reads windows
+        return float_bytes(
+            kv_bytes_per_token // self._kv_layer_count(),
+            bits=self._settings.kv_bits,
+            group_size=self._settings.kv_group_size,
+            number_bytes=number_bytes,
+        )
 
     def _lend(self, kv_bytes_per_token: int) -> None:
         """Have restored rows read long prefixes where the prefix cache keeps them, where attention can."""

@@ -62,14 +62,14 @@ def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterat
         yield MeasuredChunk(stop, estimated_bytes, mx.get_peak_memory() - before_bytes)
 
 
-def loaded_runner(folder: Path) -> ModelRunner:
+def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
     """A runner with nothing left to collect: an earlier one's weights and what the trial at load made hold
     themselves in cycles, and would be given back while this one's bytes are counted."""
     source = model_loader.ModelSource(path=folder, model_id="small")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=False),
+        settings=RunnerSettings(is_pipelined=False, kv_bits=kv_bits),
         clock=SystemClock(),
     )
     runner.load()
@@ -77,12 +77,19 @@ def loaded_runner(folder: Path) -> ModelRunner:
     return runner
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(32, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("architecture", sorted(_MODELS))
+@pytest.mark.parametrize(
+    ("architecture", "chunk", "kv_bits"),
+    [
+        *((name, 128, 0) for name in sorted(_MODELS)),
+        *(pytest.param(name, 32, 0, marks=pytest.mark.slow) for name in sorted(_MODELS)),
+        ("llama", 32, 8),
+        ("llama", 128, 4),
+    ],
+)
 def test_no_chunk_takes_more_than_estimated_nor_far_less(
-    tmp_path: Path, architecture: str, chunk: int
+    tmp_path: Path, architecture: str, chunk: int, kv_bits: int
 ) -> None:
-    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
+    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]), kv_bits=kv_bits)
     model = runner.memory_model()
     guard = MemoryGuard(model, limit_bytes=1 << 40, weight_bytes=0, chunk_token_count=chunk)
     began_bytes = mx.get_active_memory()

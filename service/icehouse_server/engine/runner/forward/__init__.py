@@ -34,6 +34,7 @@ from icehouse_server.engine.runner.forward.ways import (
     PassFacts,
     Way,
     plain_places,
+    slab_places,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "Way",
     "examine",
     "plain_places",
+    "slab_places",
 ]

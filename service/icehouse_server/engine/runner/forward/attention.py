@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
+from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.slab import Seat
@@ -50,10 +50,7 @@ def attend(
     if layer.cache_class.takes_fused_attention:
         outputs = fused_attention(calls, scale=scale, sinks=sinks)
     else:
-        outputs = [
-            upstream_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
-            for (q, k, v, mask), cache in zip(calls, layer.caches, strict=True)
-        ]
+        outputs = quantized_attention(calls, cache=layer.kept_as, scale=scale, sinks=sinks)
     outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 

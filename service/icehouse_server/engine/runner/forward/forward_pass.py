@@ -41,7 +41,7 @@ from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup
-from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, plain_places
+from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, slab_places
 
 _LEAST_STAY = 32
 """Tokens for which a row is worth seating: all that it holds is copied."""
@@ -207,7 +207,7 @@ class ForwardPass:
 
     def _slab_for(self, row: Row) -> Slab:
         if self._slab is None:
-            self._slab = Slab(row, plain_places(self.facts.caches, row.raw_caches))
+            self._slab = Slab(row, slab_places(self.facts.caches, row.raw_caches))
         return self._slab
 
     def _call(

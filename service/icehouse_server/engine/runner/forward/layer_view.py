@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
-from icehouse_server.engine.kv_cache.cache_classes import PLAIN_KV, CacheClass, class_of, is_list
+from icehouse_server.engine.kv_cache.cache_classes import CacheClass, class_of, is_list
 from icehouse_server.engine.runner.forward.masks import (
     Mask,
     RowMasks,
@@ -35,7 +35,7 @@ layers attend to an earlier one's keys without its cache. Empty between passes, 
 def class_in(caches: Sequence[Any]) -> CacheClass:
     """Return the entry of the rows' caches of one layer: all are of one class, be they in a slab or not."""
     first = caches[0]
-    return PLAIN_KV if isinstance(first, Seat) else class_of(first)
+    return first.cache_class if isinstance(first, Seat) else class_of(first)
 
 
 class Piece(NamedTuple):
@@ -92,6 +92,12 @@ class FlatLayer:
         """[3, tokens], for models that tell an image's rows and columns; of text all three are alike."""
         laid = self.spans.rope_positions
         return mx.broadcast_to(self.offset, (3, *self.offset.shape)) if laid is None else laid
+
+    @property
+    def kept_as(self) -> Any:
+        """A row's own cache, which says how keys and values are kept: alike by all."""
+        first = self.caches[0]
+        return first.cache if isinstance(first, Seat) else first
 
     @property
     def is_plain(self) -> bool:

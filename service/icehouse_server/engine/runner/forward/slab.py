@@ -3,7 +3,8 @@
 A row of its own costs some tens of us in each layer of a pass, host and device together (`runner.slab_choice`
 has it measured). Here a length class (`core.length_class`) has one buffer for each layer, [slots, heads,
 length, size]; rows that lie side by side in it are one run, their lengths are known on the host, and no mask
-is made while they are equal. Only layers of plain attention are kept so.
+is made while they are equal. Only layers whose cache class says how are kept so: attention of unlimited
+context, quantized or not.
 
 What is read out of a buffer must be evaluated before the next pass, and in a layer all rows write before any
 reads: an array that still depends on a buffer makes the next write copy all of it.
@@ -20,6 +21,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.runner.forward.cpu.attention import Call, computes_on_cpu
 from icehouse_server.engine.runner.forward.row import Row
 
@@ -44,7 +46,7 @@ _MOST_RUNS: Final = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Like:
-    """What a row's keys or values of one layer are like, however many."""
+    """What one array of a row's keys or values of a layer is like, however many tokens it has."""
 
     head_count: int
     size: int
@@ -56,13 +58,15 @@ class Like:
         return cls(array.shape[1], array.shape[3], array.dtype)
 
 
-Held = Mapping[int, tuple[mx.array, mx.array]]
-"""Keys and values by the layer's place among a row's caches; nothing of a row that holds no tokens yet."""
-Likes = Mapping[int, tuple[Like, Like]]
+Held = Mapping[int, tuple[mx.array, ...]]
+"""What a row keeps by the layer's place among its caches, keys first; nothing of a row that holds no tokens
+yet."""
+Likes = Mapping[int, tuple[Like, ...]]
 
 
 class SlotClass:
-    """Some slots of one length: for each layer a buffer of keys and one of values."""
+    """Some slots of one length: for each layer a buffer of keys and one of values, or several where they are
+    quantized."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -70,7 +74,7 @@ class SlotClass:
         """The row in each slot; none where one has ended and no other has come."""
         self.slots: dict[int, int] = {}
         self.buffers: dict[int, list[mx.array]] = {}
-        """Keys and values by the layer's place among a row's caches."""
+        """By the layer's place among a row's caches."""
 
     def add(self, row: Row, held: Held, likes: Likes, *, slot_count: int = 0) -> None:
         """Give a row a slot and copy what it holds there.
@@ -78,9 +82,9 @@ class SlotClass:
         `slot_count`: how many rows the class is about to have; buffers that must grow have room for these.
         """
         slot = self.rows.index(None) if None in self.rows else len(self.rows)
-        for place, pair in likes.items():
+        for place, arrays in likes.items():
             buffers = self.buffers.setdefault(place, [])
-            for number, like in enumerate(pair):
+            for number, like in enumerate(arrays):
                 if number == len(buffers):
                     buffers.append(self._zeros(_slots_for(max(slot_count, slot + 1)), like))
                 elif slot == buffers[number].shape[0]:
@@ -129,18 +133,17 @@ class SlotClass:
             self.rows[slot] = moved
             self.slots[id(moved)] = slot
             count = moved.token_count
-            buffers = [buffer for pair in self.buffers.values() for buffer in pair]
+            buffers = [buffer for each in self.buffers.values() for buffer in each]
             # Computed first: what still depends on a buffer makes a write to it copy all of it.
             found = [mx.contiguous(buffer[last : last + 1, :, :count]) for buffer in buffers]
             mx.eval(found)
             for buffer, held in zip(buffers, found, strict=True):
                 buffer[slot : slot + 1, :, :count] = held
 
-    def views(self, row: Row, place: int, token_count: int) -> tuple[mx.array, mx.array]:
-        """Return a row's first tokens, [1, heads, tokens, size]."""
+    def views(self, row: Row, place: int, token_count: int) -> tuple[mx.array, ...]:
+        """Return what is kept of a row's first tokens, [1, heads, tokens, size] each."""
         slot = self.slots[id(row)]
-        keys, values = self.buffers[place]
-        return keys[slot : slot + 1, :, :token_count], values[slot : slot + 1, :, :token_count]
+        return tuple(buffer[slot : slot + 1, :, :token_count] for buffer in self.buffers[place])
 
 
 def _slots_for(count: int) -> int:
@@ -162,15 +165,30 @@ def _with_room(held: mx.array, token_count: int) -> mx.array:
     return mx.concatenate([held, mx.zeros((1, like.head_count, more, like.size), like.dtype)], axis=2)
 
 
+def _arrays(row: Row, place: int) -> tuple[mx.array, ...]:
+    """Return what a row's own cache keeps."""
+    cache = row.raw_caches[place]
+    return class_of(cache).arrays(cache)
+
+
+def _put(row: Row, place: int, arrays: Sequence[mx.array]) -> None:
+    """Have a row's own cache keep what there is of the row's tokens."""
+    cache = row.raw_caches[place]
+    class_of(cache).put(cache, arrays, token_count=row.token_count)
+
+
 class Seat:
     """One layer's cache of one row in a slab, for what serves each row by itself."""
 
-    __slots__ = ("_row", "place", "slots")
+    __slots__ = ("_row", "cache", "cache_class", "place", "slots")
 
     def __init__(self, slots: SlotClass, row: Row, place: int) -> None:
         self.slots = slots
         self._row = row
         self.place = place
+        self.cache = row.raw_caches[place]
+        """The row's own, which keeps nothing meanwhile: it says how."""
+        self.cache_class = class_of(self.cache)
 
     @property
     def offset(self) -> int:
@@ -184,14 +202,15 @@ class Seat:
         """Put [1, heads, tokens, size] behind what the row has."""
         begin, end = self.offset, self.offset + keys.shape[2]
         slot = self.slots.slots[id(self._row)]
-        for buffer, new in zip(self.slots.buffers[self.place], (keys, values), strict=True):
+        kept = self.cache_class.kept(self.cache, keys, values)
+        for buffer, new in zip(self.slots.buffers[self.place], kept, strict=True):
             buffer[slot : slot + 1, :, begin:end] = new
 
-    def fetch(self, count: int) -> tuple[mx.array, mx.array]:
+    def fetch(self, count: int) -> tuple[Any, Any]:
         """Return what the row has, with `count` tokens that were written behind it."""
-        return self.slots.views(self._row, self.place, self.offset + count)
+        return self.cache_class.fetched(self.slots.views(self._row, self.place, self.offset + count))
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         self.write(keys, values)
         return self.fetch(keys.shape[2])
 
@@ -212,6 +231,8 @@ class SlotRun:
     def __init__(self, slots: SlotClass, rows: Sequence[Row]) -> None:
         """`rows` lie in consecutive slots, in this order."""
         self._slots = slots
+        self._caches = rows[0].raw_caches
+        """One row's own, of the same kinds as the others'."""
         self._first = slots.slots[id(rows[0])]
         self._last = self._first + len(rows)
         begins = [row.token_count for row in rows]
@@ -225,18 +246,19 @@ class SlotRun:
 
     def write(self, place: int, keys: mx.array, values: mx.array) -> None:
         """Put [rows, heads, 1, size] behind what each row has."""
-        for buffer, new in zip(self._slots.buffers[place], (keys, values), strict=True):
+        cache = self._caches[place]
+        kept = class_of(cache).kept(cache, keys, values)
+        for buffer, new in zip(self._slots.buffers[place], kept, strict=True):
             if self._is_scattered:
                 buffer[self._numbers, :, self._begins] = new[:, :, 0]
             else:
                 self._write_stretches(buffer, new)
 
-    def fetch(self, place: int) -> tuple[mx.array, mx.array]:
+    def fetch(self, place: int) -> tuple[Any, Any]:
         """Return what they attend to, [rows, heads, tokens, size], once it is written."""
-        keys, values = (
-            buffer[self._first : self._last, :, : self._end] for buffer in self._slots.buffers[place]
+        return class_of(self._caches[place]).fetched(
+            [buffer[self._first : self._last, :, : self._end] for buffer in self._slots.buffers[place]]
         )
-        return keys, values
 
     def _write_stretches(self, buffer: mx.array, new: mx.array) -> None:
         """Put rows of one length into their slots together."""
@@ -244,7 +266,7 @@ class SlotRun:
             part = new[first:last] if len(self._stretches) > 1 else new
             buffer[self._first + first : self._first + last, :, begin : begin + 1] = part
 
-    def call(self, queries: mx.array, fetched: tuple[mx.array, mx.array]) -> Call:
+    def call(self, queries: mx.array, fetched: tuple[Any, Any]) -> Call:
         """Return the attention of [rows, heads, 1, size]."""
         keys, values = fetched
         return Call(queries, keys, values, self._mask)
@@ -254,12 +276,9 @@ class Slab:
     """All length classes of one ForwardPass."""
 
     def __init__(self, row: Row, places: Sequence[int]) -> None:
-        """`places` are those of the plain layers among a row's caches; `row` holds some tokens."""
+        """`places` are those among a row's caches that can share; `row` holds some tokens."""
         self.places = tuple(places)
-        self._likes: dict[int, tuple[Like, Like]] = {}
-        for place in self.places:
-            keys, values = row.raw_caches[place].keys_and_values()
-            self._likes[place] = (Like.of(keys), Like.of(values))
+        self._likes = {place: tuple(map(Like.of, _arrays(row, place))) for place in self.places}
         self.token_limit = sys.maxsize
         """Rows that grow longer leave."""
         self._slots: list[SlotClass] = []
@@ -275,7 +294,7 @@ class Slab:
         """
         if id(row) in self._seated:
             return
-        held = {place: row.raw_caches[place].keys_and_values() for place in self.places if row.token_count}
+        held = {place: _arrays(row, place) for place in self.places if row.token_count}
         self._add(row, held, more=more, slot_count=slot_count)
         row.keepers.append(self)
         self._clear(row)
@@ -284,20 +303,18 @@ class Slab:
         """Let a row's own caches be views of its slot: evaluate what is made of them before the next pass."""
         slots = self._seated[id(row)]
         for place in self.places:
-            cache = row.raw_caches[place]
-            cache.keys, cache.values = slots.views(row, place, row.token_count)
-            cache.offset = row.token_count
+            _put(row, place, slots.views(row, place, row.token_count))
         self._shown.add(id(row))
 
     def leave(self, row: Row, *, more: int = 0) -> None:
         """Copy a row's KV into caches of its own with room for `more` tokens, and free its slot."""
-        self.settle(row)
         room = row.room_for(more) if more else row.token_count
-        copies = []
+        slots = self._seated[id(row)]
+        copies: list[mx.array] = []
         for place in self.places:
-            cache = row.raw_caches[place]
-            cache.keys, cache.values = _with_room(cache.keys, room), _with_room(cache.values, room)
-            copies += [cache.keys, cache.values]
+            arrays = [_with_room(each, room) for each in slots.views(row, place, row.token_count)]
+            _put(row, place, arrays)
+            copies += arrays
         mx.eval(copies)
         self.drop(row)
         row.note_copied(room)
@@ -346,7 +363,7 @@ class Slab:
         self._add(row, held, more=more, slot_count=len(slots.slots))
         slots.remove(row)
         # Others may write to the buffers it was in, and those are read until this is done.
-        mx.eval([array for pair in self._seated[id(row)].buffers.values() for array in pair])
+        mx.eval([array for each in self._seated[id(row)].buffers.values() for array in each])
 
     def key_of(self, row: Row) -> tuple[int, int]:
         """Return where a row lies: sorted by it, the rows of a buffer are in the order of their slots."""
@@ -374,7 +391,7 @@ class Slab:
 
     def arrays(self) -> list[mx.array]:
         """Return every buffer."""
-        return [array for slots in self._slots for pair in slots.buffers.values() for array in pair]
+        return [array for slots in self._slots for each in slots.buffers.values() for array in each]
 
     def _add(self, row: Row, held: Held, *, more: int, slot_count: int = 0) -> None:
         length = row.slot_length(row.token_count + more)

@@ -76,7 +76,7 @@ class PassFacts:
     can_take_back: bool = False
     """Speculation is possible: every cache class can give tokens back."""
     takes_slab: bool = False
-    """Some layer is plain attention, so decoding rows may keep KV in a slab."""
+    """Some layer is attention of unlimited context, so decoding rows may keep its KV in a slab."""
     layer_count: int = 0
     """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
     reason: str = ""
@@ -106,13 +106,18 @@ def candidates(caches: Sequence[Any]) -> list[tuple[tuple[CacheWay, ...], Door]]
     return plans
 
 
-def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
+def slab_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     """Return which of a row's caches a slab can keep."""
     return [
         place
         for place, (way, cache) in enumerate(zip(ways, caches, strict=True))
-        if way.way is Way.ATTENTION and not way.parts and class_of(cache).is_plain
+        if way.way is Way.ATTENTION and not way.parts and class_of(cache).can_share
     ]
+
+
+def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
+    """Return which of a row's caches can read what the prefix cache keeps."""
+    return [place for place in slab_places(ways, caches) if class_of(caches[place]).is_plain]
 
 
 _Kind = tuple[object, ...]

@@ -86,7 +86,8 @@ class Call(NamedTuple):
     queries: mx.array
     """[rows, heads, tokens, size]"""
     keys: mx.array | Segments
-    """[rows, KV heads, positions, size], and so are the values; in segments only of one row."""
+    """[rows, KV heads, positions, size], and so are the values; in segments only of one row. Quantized ones
+    are in parts, which `quantized` reads."""
     values: mx.array | Segments
     mask: Any = None
     """None, "causal" or an array that broadcasts to [rows, heads, tokens, positions]."""
