@@ -14,6 +14,7 @@ ROOMS = (
     "clock",
     "errors",
     "averages",
+    "heap",
     "config",
     "domain",
     "telemetry",

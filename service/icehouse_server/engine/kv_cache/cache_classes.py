@@ -58,8 +58,6 @@ class CacheClass:
     """Keys and values of every token, each an array with the tokens in front and spare room behind."""
     takes_fused_attention: ClassVar[bool] = False
     """Its keys and values are arrays that fused attention takes."""
-    can_share: ClassVar[bool] = False
-    """Arrays of several rows may lie in one buffer each: `arrays`, `put`, `kept` and `fetched` say how."""
     masks_chunks: ClassVar[bool] = False
     """A token sees its own chunk of the context, and models read the offset as a number to mask the rest."""
 
@@ -128,22 +126,6 @@ class CacheClass:
         """Return for how many tokens the arrays have room; None where they do not grow with each."""
         return None
 
-    def arrays(self, cache: Cache) -> tuple[mx.array, ...]:
-        """Return what is kept of the tokens that it holds, [1, heads, tokens, width] each."""
-        raise AssertionError(f"{self.name} shares no buffer")
-
-    def put(self, cache: Cache, arrays: Sequence[mx.array], *, token_count: int) -> None:
-        """Have a cache hold so many tokens in such arrays, which may have room for more."""
-        raise AssertionError(f"{self.name} shares no buffer")
-
-    def kept(self, cache: Cache, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """Return what such a cache keeps of new tokens, [rows, heads, tokens, size]."""
-        raise AssertionError(f"{self.name} shares no buffer")
-
-    def fetched(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        """Return what such arrays are to attention: keys and values."""
-        raise AssertionError(f"{self.name} shares no buffer")
-
     def mark(self, cache: Cache) -> Undo:
         """Remember where the cache stands; the result undoes every update since, of any number of tokens."""
         raise AssertionError(f"{self.name} takes no tokens back")
@@ -161,24 +143,9 @@ class PlainKv(CacheClass):
     suffixes: ClassVar[tuple[str, ...]] = ("k", "v")
     is_plain: ClassVar[bool] = True
     takes_fused_attention: ClassVar[bool] = True
-    can_share: ClassVar[bool] = True
 
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type()
-
-    def arrays(self, cache: Cache) -> tuple[mx.array, ...]:
-        return tuple(cache.keys_and_values())
-
-    def put(self, cache: Cache, arrays: Sequence[mx.array], *, token_count: int) -> None:
-        cache.keys, cache.values = arrays
-        cache.offset = token_count
-
-    def kept(self, cache: Cache, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        return keys, values
-
-    def fetched(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        keys, values = arrays
-        return keys, values
 
     def held(self, cache: Cache) -> Held | HeldSegments:
         if cache.keys is None:
@@ -239,21 +206,6 @@ class QuantizedKv(PlainKv):
 
     def facts(self, cache: Cache) -> tuple[int, ...]:
         return cache.group_size, cache.bits
-
-    def arrays(self, cache: Cache) -> tuple[mx.array, ...]:
-        keys, values = cache.keys_and_values()
-        return (*keys, *values)
-
-    def put(self, cache: Cache, arrays: Sequence[mx.array], *, token_count: int) -> None:
-        cache.keys, cache.values = self.fetched(arrays)
-        cache.offset = token_count
-
-    def kept(self, cache: Cache, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        found = [mx.quantize(each, group_size=cache.group_size, bits=cache.bits) for each in (keys, values)]
-        return tuple(array for each in found for array in each)
-
-    def fetched(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        return tuple(arrays[:3]), tuple(arrays[3:])
 
     def held(self, cache: Cache) -> Held:
         if cache.keys is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+from icehouse_server import heap
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 
 MIB = 1 << 20
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def freed() -> Iterator[FreedBuffers]:
+def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreedBuffers]:
+    # A test that serves sets the heap of this process for good.
+    monkeypatch.setattr(heap, "is_kept", lambda: False)
     mx.clear_cache()
     before = mx.set_cache_limit(LIMIT_BYTES)
     freed = FreedBuffers()

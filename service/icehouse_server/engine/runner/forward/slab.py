@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from icehouse_server.engine.kv_cache.cache_classes import class_of
+from icehouse_server.engine.kv_cache.sharing import arrays_of, as_fetched, as_kept, put_arrays
 from icehouse_server.engine.runner.forward.cpu.attention import Call, computes_on_cpu
 from icehouse_server.engine.runner.forward.row import Row
 
@@ -167,14 +168,12 @@ def _with_room(held: mx.array, token_count: int) -> mx.array:
 
 def _arrays(row: Row, place: int) -> tuple[mx.array, ...]:
     """Return what a row's own cache keeps."""
-    cache = row.raw_caches[place]
-    return class_of(cache).arrays(cache)
+    return arrays_of(row.raw_caches[place])
 
 
 def _put(row: Row, place: int, arrays: Sequence[mx.array]) -> None:
     """Have a row's own cache keep what there is of the row's tokens."""
-    cache = row.raw_caches[place]
-    class_of(cache).put(cache, arrays, token_count=row.token_count)
+    put_arrays(row.raw_caches[place], arrays, token_count=row.token_count)
 
 
 class Seat:
@@ -202,13 +201,13 @@ class Seat:
         """Put [1, heads, tokens, size] behind what the row has."""
         begin, end = self.offset, self.offset + keys.shape[2]
         slot = self.slots.slots[id(self._row)]
-        kept = self.cache_class.kept(self.cache, keys, values)
+        kept = as_kept(self.cache, keys, values)
         for buffer, new in zip(self.slots.buffers[self.place], kept, strict=True):
             buffer[slot : slot + 1, :, begin:end] = new
 
     def fetch(self, count: int) -> tuple[Any, Any]:
         """Return what the row has, with `count` tokens that were written behind it."""
-        return self.cache_class.fetched(self.slots.views(self._row, self.place, self.offset + count))
+        return as_fetched(self.cache, self.slots.views(self._row, self.place, self.offset + count))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         self.write(keys, values)
@@ -246,8 +245,7 @@ class SlotRun:
 
     def write(self, place: int, keys: mx.array, values: mx.array) -> None:
         """Put [rows, heads, 1, size] behind what each row has."""
-        cache = self._caches[place]
-        kept = class_of(cache).kept(cache, keys, values)
+        kept = as_kept(self._caches[place], keys, values)
         for buffer, new in zip(self._slots.buffers[place], kept, strict=True):
             if self._is_scattered:
                 buffer[self._numbers, :, self._begins] = new[:, :, 0]
@@ -256,9 +254,8 @@ class SlotRun:
 
     def fetch(self, place: int) -> tuple[Any, Any]:
         """Return what they attend to, [rows, heads, tokens, size], once it is written."""
-        return class_of(self._caches[place]).fetched(
-            [buffer[self._first : self._last, :, : self._end] for buffer in self._slots.buffers[place]]
-        )
+        found = [buffer[self._first : self._last, :, : self._end] for buffer in self._slots.buffers[place]]
+        return as_fetched(self._caches[place], found)
 
     def _write_stretches(self, buffer: mx.array, new: mx.array) -> None:
         """Put rows of one length into their slots together."""

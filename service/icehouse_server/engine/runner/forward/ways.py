@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from icehouse_server.engine.kv_cache.cache_classes import class_of, is_list
+from icehouse_server.engine.kv_cache.sharing import can_share
 
 
 class NotSplittable(Exception):
@@ -111,7 +112,7 @@ def slab_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     return [
         place
         for place, (way, cache) in enumerate(zip(ways, caches, strict=True))
-        if way.way is Way.ATTENTION and not way.parts and class_of(cache).can_share
+        if way.way is Way.ATTENTION and not way.parts and can_share(cache)
     ]
 
 
