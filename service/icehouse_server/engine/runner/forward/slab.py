@@ -3,8 +3,8 @@
 A row of its own costs some tens of us in each layer of a pass, host and device together (`runner.slab_choice`
 has it measured). Here a length class (`core.length_class`) has one buffer for each layer, [slots, heads,
 length, size]; rows that lie side by side in it are one run, their lengths are known on the host, and no mask
-is made while they are equal. Only layers whose cache class says how are kept so: attention of unlimited
-context, quantized or not.
+is made while they are equal. Only attention of unlimited context is kept so, quantized or not
+(`kv_cache.sharing`).
 
 What is read out of a buffer must be evaluated before the next pass, and in a layer all rows write before any
 reads: an array that still depends on a buffer makes the next write copy all of it.
