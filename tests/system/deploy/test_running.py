@@ -32,7 +32,7 @@ GATEWAY_OPTIONS = {"--balance-abs-threshold"}
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
-BENCH_OPTIONS = {"--quick", "--cases", "--parts"}
+BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients"}
 """Of `make bench` and others, as the page of figures names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +40,7 @@ class Security:
     def load(self) -> None:
         """Read all files for the first time; raises StartError when one cannot be used."""
         if self._tokens is not None:
-            self._tokens.refresh()
-            if not self._tokens.token_count:
-                _logger.warning("empty_token_file_read", extra={"detail": "nobody can call"})
+            self._refresh_tokens(self._tokens)
         if self._certificates is not None:
             self._certificates.refresh()
             self.credentials = self._certificates.credentials()
@@ -61,7 +60,14 @@ class Security:
         if self._certificates is not None:
             await self._refresh_one("certificate", self._certificates.refresh)
         if self._tokens is not None:
-            await self._refresh_one("tokens", self._tokens.refresh)
+            await self._refresh_one("tokens", functools.partial(self._refresh_tokens, self._tokens))
+
+    @staticmethod
+    def _refresh_tokens(tokens: TokenFile) -> bool:
+        changed = tokens.refresh()
+        if changed and not tokens.token_count:
+            _logger.warning("empty_token_file_read", extra={"detail": "nobody can call"})
+        return changed
 
     async def _refresh_one(self, name: str, refresh: Callable[[], bool]) -> None:
         try:

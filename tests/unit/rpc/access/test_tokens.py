@@ -36,8 +36,11 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def write(path: Path, *lines: str) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines))
-    path.chmod(0o600)
+    """Put the file in place in one step, as a server that reads it over and over needs it."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text("".join(f"{line}\n" for line in lines))
+    written.chmod(0o600)
+    written.replace(path)
 
 
 def line(token: str, tenant: str, role: Role = Role.TENANT, *, last_day: str | None = None) -> str:
@@ -263,6 +266,18 @@ async def test_an_empty_file_lets_nobody_in_and_is_warned_of(
         refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
         assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
     assert "empty_token_file_read" in caplog.text
+
+
+async def test_a_file_that_becomes_empty_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded_server(tmp_path) as served:
+        write(tmp_path / "tokens")
+        await served.server.security.refresh()
+        await served.server.security.refresh()
+        assert caplog.text.count("empty_token_file_read") == 1
+        refusal = await refused(served.inference.Generate(GENERATE, metadata=bearer(SEARCH)))
+        assert unauthenticated(refusal, Reason.CREDENTIALS_INVALID)
 
 
 @pytest.mark.parametrize(
