@@ -430,6 +430,23 @@ def test_tokens_are_published_when_the_next_pass_is_built_and_before_anything_el
     assert isinstance(served.recorder.end_of("a"), Finished), "no pass follows the last"
 
 
+def test_beside_a_load_a_token_does_not_wait_for_the_next_pass_to_be_built() -> None:
+    served = SteppedLoop(running_limit=2)
+    served.submit("decodes", (1, 2), max_output_tokens=9)
+    served.loop.step()
+    assert not served.recorder.tokens_of("decodes"), "it is published when the next pass is built"
+    served.submit("loads", (3, 4), max_output_tokens=3)
+    served.loop._take_in(0.0)
+    served.loop._admit()
+    (loading,) = (s for s in served.scheduler.running if s.request.request_id == "loads")
+    served.scheduler.start_loading(loading)
+    counts = []
+    for _ in range(3):
+        served.loop.step()
+        counts.append(len(served.recorder.tokens_of("decodes")))
+    assert counts == [2, 3, 4]
+
+
 def test_those_that_end_in_one_pass_are_released_together() -> None:
     served = SteppedLoop(running_limit=8)
     for name in ("a", "b"):
