@@ -131,6 +131,8 @@ class EngineLoop:
         has_begun = self._admit()
         self._prefix.leave_cores(to_decode=self._scheduler.keeps_pace)
         prepare_s = self._prepare()
+        if not self._has_pass_to_run:
+            self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
