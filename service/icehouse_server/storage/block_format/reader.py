@@ -3,30 +3,25 @@
 Runs on any thread; owns nothing but the buffers it fills. The kv tensors of consecutive
 blocks are read into one buffer per tensor, so that a restore is left with one copy; every
 region is hashed in file order right behind each read, while its bytes are in the CPU's cache.
-
-How much of its time a reader takes while sequences decode on the same cores.
-
-A forward pass on the CPU waits for the slowest of its threads, so whatever else runs for 10 ms makes that
-step 10 ms longer. Spread over several steps the same reading is hardly felt; what is read waits longer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostRegion, HostTensor, RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.block_facts import BlockFile, FileRegion, FileTensor
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import GROUP_BYTES, groups, read_head, slices
 from icehouse_server.storage.block_format.header import DTYPE_BYTES
+from icehouse_server.storage.block_format.read_pace import ReadPace
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.loads import LoadedBlock, LoadRequest, PlannedBlock
@@ -250,6 +245,8 @@ def _read_verified(
     update = digest.update
     offset = region.offset
     for group, size_bytes in groups(parts):
+        if pace is not None:
+            pace.keep()
         try:
             got = files.read_into(descriptor, group, offset=offset)
         except OSError as error:
@@ -263,8 +260,6 @@ def _read_verified(
             if decryptor is not None:
                 decryptor.update(part)
         offset += size_bytes
-        if pace is not None:
-            pace.keep()
     assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
     if digest.intdigest() != region.checksum:
         raise BlockFileError(
@@ -308,31 +303,3 @@ def _check_alike(source: FileTensor, target: HostTensor, *, token_count: int) ->
             f"{source.name} {source.dtype}{source.shape} does not continue "
             f"{target.name} {target.dtype}{target.shape}",
         )
-
-
-_PIECE_S = 0.003
-"""A reader works about so long without a pause: more of them wake up more often than decode likes."""
-
-
-class ReadPace:
-    """Pauses one reader so that it works a share of its time, as it is then; 1 is no pause."""
-
-    def __init__(self, clock: Clock, *, share: Callable[[], float], pause: Callable[[float], object]) -> None:
-        self._clock = clock
-        self._share = share
-        self._pause = pause
-        self._began_s = clock.monotonic()
-        self.paused_s = 0.0
-        """Altogether."""
-
-    def keep(self) -> None:
-        """Pause if a piece of work was done since the last pause."""
-        share = self._share()
-        assert 0.0 < share <= 1.0, share
-        now = self._clock.monotonic()
-        if share == 1.0:
-            self._began_s = now
-        elif now - self._began_s >= _PIECE_S:
-            self._pause((now - self._began_s) * (1.0 / share - 1.0))
-            self._began_s = self._clock.monotonic()
-            self.paused_s += self._began_s - now

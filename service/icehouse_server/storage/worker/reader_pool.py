@@ -21,9 +21,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, RegionKind
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.block_format.reader import (
     KvBuffers,
-    ReadPace,
     open_block,
     read_block,
     read_header,
@@ -99,8 +99,8 @@ class ReaderPool:
 
         `pause` waits for so many seconds; by default it ends early when the cores are free or the pool stops.
         """
-        share = settings.share_beside_decode
-        self._share_beside_decode = share / settings.reader_thread_count if share < 1.0 else 1.0
+        self._share_beside_decode = settings.share_beside_decode
+        self._turns = ReadTurns()
         self._is_stopping = threading.Event()
         self._has_cores = threading.Event()
         self._has_cores.set()
@@ -175,7 +175,8 @@ class ReaderPool:
 
     def _read(self, job: LoadJob, index: int) -> None:
         planned = job.request.blocks[index]
-        began_s, pace = self._clock.monotonic(), ReadPace(self._clock, share=self._share, pause=self._pause)
+        began_s = self._clock.monotonic()
+        pace = ReadPace(self._clock, self._turns, share=self._share, pause=self._pause)
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
         try:
@@ -202,12 +203,13 @@ class ReaderPool:
         except OSError as error:
             # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
             job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
+        pace.end()
         job.busy_s[index] = self._clock.monotonic() - began_s - pace.paused_s
         if not job.is_shared or job.tickets.pop() == 0:
             self._deliver(job)
 
     def _share(self) -> float:
-        """Return which share of the time a reader works now."""
+        """Return which share of the time readers work now."""
         return 1.0 if self._has_cores.is_set() else self._share_beside_decode
 
     def _begin(self, job: LoadJob, file: BlockFile) -> None:

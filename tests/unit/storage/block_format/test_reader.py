@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from icehouse_server.storage.block_format.file import GROUP_BYTES
-from icehouse_server.storage.block_format.reader import ReadPace
+from icehouse_server.storage.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded
 from icehouse_server.storage.worker.reader_pool import ReaderPool
@@ -20,30 +21,85 @@ from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 
 
+class Reader:
+    """One reader's work by a clock that stands still otherwise."""
+
+    def __init__(self, clock: ManualClock, turns: ReadTurns, *, share: float = 0.1) -> None:
+        self.pauses: list[float] = []
+        self._clock = clock
+        self._turns = turns
+        self.share = share
+        self.pace = self.next_block()
+
+    def next_block(self) -> ReadPace:
+        self.pace = ReadPace(self._clock, self._turns, share=lambda: self.share, pause=self._pause)
+        return self.pace
+
+    def read(self, work_s: float) -> None:
+        self.pace.keep()
+        self._clock.advance(work_s)
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self._clock.advance(seconds)
+
+
 def test_a_reader_works_its_share_of_the_time() -> None:
     clock = ManualClock()
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        clock.advance(seconds)
-
+    reader = Reader(clock, ReadTurns())
     began = clock.now_s
-    pace = ReadPace(clock, share=lambda: 0.1, pause=pause)
     for _ in range(100):
-        clock.advance(0.001)
-        pace.keep()
+        reader.read(0.001)
     assert 0.1 / (clock.now_s - began) == pytest.approx(0.1, rel=0.05)
-    assert max(pauses) < 0.05, "pieces are short"
-    assert len(pauses) < 40, "but not so short that waking up is most of the work"
+    assert max(reader.pauses) < 0.05, "pieces are short"
+    assert len(reader.pauses) < 40, "but not so short that waking up is most of the work"
+    assert reader.pace.paused_s == pytest.approx(sum(reader.pauses))
+
+
+def test_readers_take_turns() -> None:
+    """Two pieces in one pass made it longer by both."""
+    turns, piece_s = ReadTurns(), 0.003
+    at, begun = [0.0, 0.0], []
+    for _ in range(40):
+        reader = at.index(min(at))
+        begun.append(at[reader] + turns.take(at[reader], share=0.1))
+        turns.settle(piece_s, share=0.1)
+        at[reader] = begun[-1] + piece_s
+    gaps = [b - a for a, b in itertools.pairwise(begun)]
+    assert gaps == pytest.approx([piece_s / 0.1] * 39), "together they work a tenth of the time"
+
+
+def test_a_share_holds_for_blocks_that_are_read_in_no_time_as_well() -> None:
+    clock = ManualClock()
+    reader = Reader(clock, ReadTurns())
+    began = clock.now_s
+    for _ in range(100):
+        reader.next_block()
+        reader.read(0.001)
+        reader.pace.end()
+    assert 0.1 / (clock.now_s - began) == pytest.approx(0.1, rel=0.05)
+
+
+def test_nobody_waits_for_what_is_read_to_be_told() -> None:
+    clock = ManualClock()
+    reader = Reader(clock, ReadTurns())
+    reader.read(0.02)
+    reader.pace.end()
+    assert reader.pauses == []
 
 
 def test_with_all_the_time_there_is_no_pause() -> None:
-    clock = ManualClock()
-    pace = ReadPace(clock, share=lambda: 1.0, pause=lambda seconds: pytest.fail(f"paused for {seconds} s"))
+    clock, turns = ManualClock(), ReadTurns()
+    reader = Reader(clock, turns, share=1e-6)
+    reader.read(1.0)
+    reader.pace.end()
+    reader.share = 1.0
     for _ in range(10):
-        clock.advance(1.0)
-        pace.keep()
+        reader.read(1.0)
+    assert reader.pauses == []
+    reader.share = 0.1
+    reader.next_block().keep()
+    assert reader.pauses == [], "nor afterwards one for what was read before"
 
 
 class SlowFiles(SystemFiles):
