@@ -67,7 +67,7 @@ class CacheConfig:
     adopt_budget_ms: float = setting(
         2.0,
         Kind.MILLISECONDS,
-        "Time per step for taking loaded blocks into use while others decode.",
+        "Time a step has at least for taking loaded blocks into use while others decode.",
         minimum=0.1,
     )
     restore_or_recompute: bool = setting(
