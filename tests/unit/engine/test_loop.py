@@ -447,6 +447,28 @@ def test_beside_a_load_a_token_does_not_wait_for_the_next_pass_to_be_built() -> 
     assert counts == [2, 3, 4]
 
 
+def test_a_token_is_told_before_the_pass_beside_which_readers_begin() -> None:
+    served = SteppedLoop(running_limit=2)
+    served.submit("decodes", (1, 2), max_output_tokens=9)
+    served.loop.step()
+    told: list[int] = []
+    run = served.runner.run
+
+    def counts(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+        told.append(len(served.recorder.tokens_of("decodes")))
+        return run(chunks, before_wait=before_wait)
+
+    served.runner.run = counts  # type: ignore[method-assign]
+    # Its blocks are found in the step that asks the readers for them.
+    served.loop._begin = served.scheduler.start_restoring  # type: ignore[method-assign]
+    served.loop._continue_restore = (  # type: ignore[method-assign]
+        lambda sequence, *, budget_s: served.scheduler.start_loading(sequence)
+    )
+    served.submit("loads", (3, 4), max_output_tokens=3)
+    served.loop.step()
+    assert told == [1]
+
+
 def test_those_that_end_in_one_pass_are_released_together() -> None:
     served = SteppedLoop(running_limit=8)
     for name in ("a", "b"):
