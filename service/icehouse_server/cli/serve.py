@@ -116,7 +116,6 @@ def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     if server.storage is None:
         return
     with narrator.phase("cache_lock_acquired") as fields:
-        server.storage.lock()
         server.storage.start()
         fields.update(directory=config.cache.block_directory)
 

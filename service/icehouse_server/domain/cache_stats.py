@@ -189,6 +189,8 @@ class DiskStats:
     writes_off_detail: str = ""
     """Why nothing is written at present; empty while writing works."""
     is_encrypted: bool = False
+    hang_detail: str = ""
+    """What the disk does not answer at present; empty while it answers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

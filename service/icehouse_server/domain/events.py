@@ -37,7 +37,7 @@ class ReuseLimit(enum.Enum):
     RECOMPUTE_FASTER = enum.auto()
     """Loading was predicted to take longer than prefilling."""
     LOAD_FAILED = enum.auto()
-    """A block on SSD was missing, damaged or not this prompt's; it was dropped."""
+    """A block on SSD was missing, damaged or not this prompt's, and was dropped; or the disk hangs."""
     SWITCHED_OFF = enum.auto()
     """The request or the server does not use the cache."""
     UNSUPPORTED = enum.auto()

@@ -173,7 +173,13 @@ class EngineLoop:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
         under_way = self._cache.begin_flush()
-        flush(under_way, wait=self._take_in, clock=self._clock, deadline_time=deadline_time)
+        flush(
+            under_way,
+            wait=self._take_in,
+            is_stalled=lambda: self._prefix.is_stalled,
+            clock=self._clock,
+            deadline_time=deadline_time,
+        )
 
     def _wait_s(self) -> float:
         """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
@@ -220,9 +226,13 @@ class EngineLoop:
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
-            for sequence in self._prefix.receive(message):
-                if sequence.phase is Phase.LOADING:
-                    self._scheduler.start_restoring(sequence)
+            self._have_planned(self._prefix.receive(message))
+
+    def _have_planned(self, waited: Iterable[Sequence]) -> None:
+        """Plan those again whose wait for the SSD tier has ended."""
+        for sequence in waited:
+            if sequence.phase is Phase.LOADING:
+                self._scheduler.start_restoring(sequence)
 
     def _command(self, message: Command) -> None:
         """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
@@ -242,6 +252,7 @@ class EngineLoop:
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
+        self._have_planned(self._prefix.give_up_waits())
         self._requests.expire(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._requests.fail_all(stopped_before_done())

@@ -6,6 +6,9 @@ import dataclasses
 
 from icehouse_server.domain.ids import Fingerprint
 
+STALL_LIMIT_S = 5.0
+"""A storage thread that is at one piece of work for so long hangs, as far as others are concerned."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageSettings:

@@ -260,6 +260,12 @@ _DISK = (
         "1 while blocks are written, 0 while writing is off after failures.",
         _disk(lambda d: float(not d.writes_off_detail)),
     ),
+    gauge(
+        "icehouse.cache.disk.answering",
+        "{state}",
+        "1 while the disk answers, 0 while reads or writes hang and prompts are computed instead.",
+        _disk(lambda d: float(not d.hang_detail)),
+    ),
 )
 
 CACHE_METRICS: tuple[Observed, ...] = (*_TIERS, *_LOOKUPS, *_SPILL, *_PROMOTE, *_DISK)

@@ -181,7 +181,6 @@ class CacheServer:
 
     def __enter__(self) -> CacheServer:
         if self.storage is not None:
-            self.storage.lock()
             self.storage.start()
             # Requests come after the inventory, as they do where a model takes longer to load.
             assert self._has_inventory.wait(BOUND_S)

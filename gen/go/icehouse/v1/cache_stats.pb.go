@@ -1035,7 +1035,10 @@ type CacheDiskStats struct {
 	// Why nothing is written at present. Absent: writing works.
 	WritesOffDetail string `protobuf:"bytes,7,opt,name=writes_off_detail,json=writesOffDetail,proto3" json:"writes_off_detail,omitempty"`
 	// Whether blocks are encrypted on their way to it.
-	Encrypted     bool `protobuf:"varint,8,opt,name=encrypted,proto3" json:"encrypted,omitempty"`
+	Encrypted bool `protobuf:"varint,8,opt,name=encrypted,proto3" json:"encrypted,omitempty"`
+	// What the disk does not answer at present: reads that do not return, or a directory that cannot be
+	// opened or written. Prompts are computed meanwhile. Absent: it answers.
+	HangDetail    string `protobuf:"bytes,9,opt,name=hang_detail,json=hangDetail,proto3" json:"hang_detail,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1124,6 +1127,13 @@ func (x *CacheDiskStats) GetEncrypted() bool {
 		return x.Encrypted
 	}
 	return false
+}
+
+func (x *CacheDiskStats) GetHangDetail() string {
+	if x != nil {
+		return x.HangDetail
+	}
+	return ""
 }
 
 // What was found and repaired when the directory was opened.
@@ -1387,7 +1397,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x16quarantined_file_count\x18\x05 \x01(\x03R\x14quarantinedFileCount\x12+\n" +
 	"\x11quarantined_bytes\x18\x06 \x01(\x03R\x10quarantinedBytes\x12,\n" +
 	"\x12seal_failure_total\x18\a \x01(\x03R\x10sealFailureTotal\x126\n" +
-	"\x17quarantined_block_total\x18\b \x01(\x03R\x15quarantinedBlockTotal\"\xc1\x02\n" +
+	"\x17quarantined_block_total\x18\b \x01(\x03R\x15quarantinedBlockTotal\"\xe2\x02\n" +
 	"\x0eCacheDiskStats\x12\x1d\n" +
 	"\n" +
 	"used_bytes\x18\x01 \x01(\x03R\tusedBytes\x12%\n" +
@@ -1399,7 +1409,9 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x10free_floor_bytes\x18\x05 \x01(\x03R\x0efreeFloorBytes\x125\n" +
 	"\x17other_model_block_count\x18\x06 \x01(\x03R\x14otherModelBlockCount\x12*\n" +
 	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\x12\x1c\n" +
-	"\tencrypted\x18\b \x01(\bR\tencrypted\"\x8b\x05\n" +
+	"\tencrypted\x18\b \x01(\bR\tencrypted\x12\x1f\n" +
+	"\vhang_detail\x18\t \x01(\tR\n" +
+	"hangDetail\"\x8b\x05\n" +
 	"\x14CacheReconcileReport\x12A\n" +
 	"\x0ereconcile_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\rreconcileTime\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\x12\x14\n" +

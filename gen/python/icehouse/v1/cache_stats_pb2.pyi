@@ -538,6 +538,7 @@ class CacheDiskStats(_message.Message):
     OTHER_MODEL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     WRITES_OFF_DETAIL_FIELD_NUMBER: _builtins.int
     ENCRYPTED_FIELD_NUMBER: _builtins.int
+    HANG_DETAIL_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of all its files: blocks, partial files, quarantine and manifest."""
     manifest_bytes: _builtins.int
@@ -554,6 +555,10 @@ class CacheDiskStats(_message.Message):
     """Why nothing is written at present. Absent: writing works."""
     encrypted: _builtins.bool
     """Whether blocks are encrypted on their way to it."""
+    hang_detail: _builtins.str
+    """What the disk does not answer at present: reads that do not return, or a directory that cannot be
+    opened or written. Prompts are computed meanwhile. Absent: it answers.
+    """
     def __init__(
         self,
         *,
@@ -565,10 +570,11 @@ class CacheDiskStats(_message.Message):
         other_model_block_count: _builtins.int = ...,
         writes_off_detail: _builtins.str = ...,
         encrypted: _builtins.bool = ...,
+        hang_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypted", b"encrypted", "free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypted", b"encrypted", "free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "hang_detail", b"hang_detail", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -142,6 +142,8 @@ def _traffic(cache: CacheStats, rates: Rates) -> Text:
     )
     if cache.disk is not None and cache.disk.writes_off_detail:
         text.append(f"\nnothing is written: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
+    if cache.disk is not None and cache.disk.hang_detail:
+        text.append(f"\n{printable(cache.disk.hang_detail)}", style=_ALARM)
     return text
 
 

@@ -23,7 +23,7 @@ from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
-from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
+from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats, hang_detail
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, block_match
@@ -142,7 +142,7 @@ class PrefixCache:
 
         False when nothing more is to be known of it, or the read queue is full.
         """
-        if self.storage is None:
+        if self.storage is None or self.rates.reads_hang:
             return False
         unread = self._index.unread_blocks(
             root=self.root(scope),
@@ -434,7 +434,8 @@ class PrefixCache:
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
         parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self.rates)
-        return cache_stats(parts, storage, now=self._clock.monotonic())
+        detail = hang_detail(self.storage)
+        return cache_stats(parts, storage, now=self._clock.monotonic(), hang_detail=detail)
 
     def _purge(self, entry: Entry) -> None:
         self._ram.drop(entry, is_purge=True)

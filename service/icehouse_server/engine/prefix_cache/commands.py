@@ -32,6 +32,7 @@ from icehouse_server.domain.cache_commands import (
     RecentBlocks,
     StoredBlocks,
     Unpin,
+    Verify,
     VerifyReport,
 )
 from icehouse_server.domain.cache_stats import CacheStats
@@ -39,6 +40,7 @@ from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.listing import BlockListing
+from icehouse_server.engine.prefix_cache.patience import Patience
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, recent_block
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
@@ -59,6 +61,9 @@ _PINNED_RETRY_S = 60.0
 """Pins stay until somebody takes them away."""
 _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
+_STATS_S = 1.0
+"""How long the storage thread's counters are waited for; then those it told last stand for them."""
+_STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,15 +85,21 @@ class _PinChange:
 class CacheCommands:
     """Carries out commands on one prefix cache."""
 
-    def __init__(self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int]) -> None:
+    def __init__(
+        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], patience: Patience
+    ) -> None:
         self._cache = cache
         self._clock = clock
         self._load_ids = load_ids
-        self._early: list[Command] = []
+        self._patience = patience
+        self._early: list[tuple[float, Command]] = []
+        """Since when each waits."""
         self._listing = BlockListing(cache)
-        self._readings: dict[LoadId, _Reply] = {}
-        self._explanations: dict[LoadId, tuple[Explain, _Reply]] = {}
-        self._queries: dict[TaskId, Callable[[CacheStats], None]] = {}
+        self._readings: dict[LoadId, tuple[float, _Reply]] = {}
+        self._explanations: dict[LoadId, tuple[float, Explain, _Reply]] = {}
+        self._queries: dict[TaskId, tuple[float, Callable[[CacheStats], None]]] = {}
+        self._last_stats: CacheStats | None = None
+        """The storage thread's part, as it was last told."""
         self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
         self._verifications: dict[TaskId, tuple[float, _Reply]] = {}
         self._pin_changes: dict[TaskId, tuple[_PinChange, _Reply]] = {}
@@ -98,20 +109,20 @@ class CacheCommands:
         if not self._cache.is_inventory_due:
             self._carry_out(message)
         elif len(self._early) < _EARLY_LIMIT:
-            self._early.append(message)
+            self._early.append((self._clock.monotonic(), message))
         else:
             message.reply(_storage_busy())
 
     def carry_out_early(self) -> None:
         """What the SSD holds is known: carry out what waited for that."""
         early, self._early = self._early, []
-        for message in early:
+        for _, message in early:
             self._carry_out(message)
 
     def fail_early(self, error: IcehouseError) -> None:
         """The engine ends before the inventory came: answer the commands that wait for it."""
         early, self._early = self._early, []
-        for message in early:
+        for _, message in early:
             message.reply(error)
 
     def _carry_out(self, message: Command) -> None:
@@ -129,17 +140,45 @@ class CacheCommands:
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
         """Call `reply` with all counters, the storage thread's included."""
-        task_id = self._cache.storage.request_stats() if self._cache.storage is not None else None
+        may_ask = self._cache.storage is not None and not self._patience.is_stalled
+        task_id = self._cache.storage.request_stats() if self._cache.storage and may_ask else None
         if task_id is None:
-            reply(self._cache.stats(None))
+            reply(self._cache.stats(self._last_stats))
         else:
-            self._queries[task_id] = reply
+            self._queries[task_id] = (self._clock.monotonic(), reply)
+
+    def give_up_waits(self) -> None:
+        """Answer whoever has waited too long for an SSD tier that does not answer, as far as can be without.
+        An order that the storage thread has is its own to end, and the caller's deadline bounds the wait."""
+        now, patience = self._clock.monotonic(), self._patience
+        for task_id, (since, reply) in list(self._queries.items()):
+            if now - since >= _STATS_S:
+                del self._queries[task_id]
+                reply(self._cache.stats(self._last_stats))
+        for load_id, (since, tell) in list(self._readings.items()):
+            if patience.is_over(since=since, load_id=load_id):
+                del self._readings[load_id]
+                self._patience.abandon(load_id)
+                tell(BlockTokens(()))
+        for load_id, (since, command, answer) in list(self._explanations.items()):
+            if patience.is_over(since=since, load_id=load_id):
+                del self._explanations[load_id]
+                self._patience.abandon(load_id)
+                answer(self._cache.explain(command))
+        if any(patience.is_over(since=since) for since, _ in self._early):
+            early, self._early = self._early, []
+            for _, message in early:
+                if isinstance(message.command, Explain):
+                    message.reply(self._cache.explain(message.command))
+                else:
+                    message.reply(_unanswered())
 
     def take_tokens(self, outcome: HeadsRead) -> bool:
         """Answer who asked for the token ids of these blocks; they are not kept. False: nobody did."""
-        answer = self._readings.pop(outcome.load_id, None)
-        if answer is None:
+        waiting = self._readings.pop(outcome.load_id, None)
+        if waiting is None:
             return False
+        _, answer = waiting
         answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome.headers)))
         return True
 
@@ -147,14 +186,16 @@ class CacheCommands:
         """Explain what waited for these headers; their tokens are known by now."""
         waiting = self._explanations.pop(outcome.load_id, None)
         if waiting is not None:
-            command, answer = waiting
+            _, command, answer = waiting
             answer(self._cache.explain(command))
 
     def receive(self, outcome: Outcome) -> None:
         """Take an outcome that answers a command."""
         if isinstance(outcome, StatsAnswer):
-            reply = self._queries.pop(outcome.task_id, None)
-            if reply is not None:
+            self._last_stats = outcome.stats
+            query = self._queries.pop(outcome.task_id, None)
+            if query is not None:
+                _, reply = query
                 reply(self._cache.stats(outcome.stats))
         elif isinstance(outcome, PinsChanged):
             self._pins_changed(outcome)
@@ -216,12 +257,12 @@ class CacheCommands:
     def lose_storage(self) -> None:
         """The SSD tier is gone: answer whoever waits for it."""
         error = StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
-        for reply in self._queries.values():
+        for _, reply in self._queries.values():
             reply(self._cache.stats(None))
-        for command, explained in self._explanations.values():
+        for _, command, explained in self._explanations.values():
             explained(self._cache.explain(command))
         self._explanations.clear()
-        for told in self._readings.values():
+        for _, told in self._readings.values():
             told(BlockTokens(()))
         self._readings.clear()
         waiting = [answer for _, answer in self._evictions.values()]
@@ -237,6 +278,8 @@ class CacheCommands:
     def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
         if isinstance(command, Explain):
             return self._explain(command, reply)
+        if self._patience.is_stalled and isinstance(command, _STORAGE_ORDERS):
+            raise _unanswered()
         if isinstance(command, Pin):
             return self._pin(command.prompt_token_ids, command.scope, pinned=True, reply=reply)
         if isinstance(command, Unpin):
@@ -279,16 +322,16 @@ class CacheCommands:
             load_id, command.prompt_token_ids, scope=command.scope, shared_scope=command.shared_scope
         ):
             return self._cache.explain(command)
-        self._explanations[load_id] = (command, reply)
+        self._explanations[load_id] = (self._clock.monotonic(), command, reply)
         return None
 
     def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
-        if self._cache.storage is None or not command.block_hashes:
+        if self._cache.storage is None or self._cache.rates.reads_hang or not command.block_hashes:
             return BlockTokens(())
         load_id = LoadId(next(self._load_ids))
         if not self._cache.storage.read_heads(HeadRequest(load_id, command.block_hashes)):
             raise _storage_busy()
-        self._readings[load_id] = reply
+        self._readings[load_id] = (self._clock.monotonic(), reply)
         return None
 
     def _pin(
@@ -374,6 +417,13 @@ def _nothing_to_pin() -> NotFound:
     return NotFound(
         Reason.BLOCK_NOT_FOUND,
         "no block of this prompt is cached; send it through Warm or Generate first",
+    )
+
+
+def _unanswered() -> StorageError:
+    """Return the refusal of a command that needs a storage thread which hangs."""
+    return StorageError(
+        Reason.STORE_UNUSABLE, "the SSD tier does not answer, since its disk hangs; try again later"
     )
 
 

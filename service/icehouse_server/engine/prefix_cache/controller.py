@@ -19,6 +19,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
+from icehouse_server.engine.prefix_cache.patience import Patience
 from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
 from icehouse_server.errors import StorageError
@@ -35,6 +36,8 @@ from icehouse_server.storage.messages import (
 
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the index says."""
+_LOOK_S = 0.1
+"""How often it is looked whether a wait for the SSD tier has lasted too long."""
 
 
 class CacheController:
@@ -48,7 +51,8 @@ class CacheController:
     ) -> None:
         load_ids = count(1)
         self.cache = cache
-        self.commands = CacheCommands(cache, clock, load_ids=load_ids)
+        self._patience = Patience(cache, clock)
+        self.commands = CacheCommands(cache, clock, load_ids=load_ids, patience=self._patience)
         self._runner = runner
         self._clock = clock
         self.adopt_budget_s = adopt_budget_s
@@ -58,7 +62,8 @@ class CacheController:
         """Blocks whose arrays sequences read where they are, as long as these live."""
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = load_ids
-        self._header_fetches = HeaderFetches(cache, load_ids=load_ids)
+        self._header_fetches = HeaderFetches(cache, clock, load_ids=load_ids, patience=self._patience)
+        self._look_time = 0.0
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
             cache.settings,
@@ -132,6 +137,25 @@ class CacheController:
         else:
             self.commands.receive(outcome)
         return []
+
+    def give_up_waits(self) -> list[Sequence]:
+        """Return the sequences that have waited too long for an SSD tier that does not answer: they are
+        planned again without it."""
+        now = self._clock.monotonic()
+        if self.cache.storage is None or now < self._look_time:
+            return []
+        self._look_time = now + _LOOK_S
+        given_up = self._header_fetches.give_up()
+        for load_id, restore in list(self._loads.items()):
+            token_count = restore.plan.token_count
+            if self._patience.is_over(since=restore.asked_time, token_count=token_count, load_id=load_id):
+                del self._loads[load_id]
+                self._patience.abandon(load_id)
+                restore.with_ssd = False
+                given_up += self._give_up(restore)
+        self.commands.give_up_waits()
+        self._patience.look()
+        return given_up
 
     def leave_cores(self, *, to_decode: bool) -> None:
         """Have loads take little of the cores while rows decode at an even pace, or all that they can."""
@@ -272,6 +296,16 @@ class CacheController:
         return frozenset(self.cache.reusable(sequence)) if self.cache.may_read(sequence) else frozenset()
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
+        return self._patience.is_stalled
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that go from RAM as soon as they are written; 0 while nothing is."""
+        return 0 if self.is_stalled else self.cache.leaving_bytes
+
+    @property
     def _in_use(self) -> set[BlockHash]:
         """Blocks whose arrays live on in a restore or a sequence: letting go of them would free nothing."""
         restoring = (entry.hash for restore in self._restores.values() for entry in restore.plan.entries)
@@ -339,6 +373,7 @@ class CacheController:
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
         self._loads[load_id] = restore
+        restore.asked_time = self._clock.monotonic()
         return Phase.LOADING
 
     def _bring_to_ram(self, restore: Restore, copy: BlockCopy, *, budget_s: float) -> Phase:

@@ -34,8 +34,20 @@ class Flush:
         return self.left_count > 0
 
 
-def flush(under_way: Flush, *, wait: Callable[[float], None], clock: Clock, deadline_time: float) -> None:
-    """Spill until everything is written or dropped, or the deadline passes; say how far it came.
+_LOOK_S = 0.5
+"""How often it is looked whether the storage thread hangs."""
+
+
+def flush(
+    under_way: Flush,
+    *,
+    wait: Callable[[float], None],
+    is_stalled: Callable[[], bool],
+    clock: Clock,
+    deadline_time: float,
+) -> None:
+    """Spill until everything is written or dropped, the deadline passes or the storage thread `is_stalled`;
+    say how far it came.
 
     `wait` takes in what the storage thread reports, for at most so many seconds.
     """
@@ -44,8 +56,8 @@ def flush(under_way: Flush, *, wait: Callable[[float], None], clock: Clock, dead
     if not block_count:
         return
     _log.info("flush_started", extra={"block_count": block_count})
-    while under_way.proceed() and clock.monotonic() < deadline_time:
-        wait(deadline_time - clock.monotonic())
+    while under_way.proceed() and clock.monotonic() < deadline_time and not is_stalled():
+        wait(min(_LOOK_S, deadline_time - clock.monotonic()))
     left_count = under_way.left_count
     facts = {"block_count": block_count - left_count, "left_count": left_count}
     _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

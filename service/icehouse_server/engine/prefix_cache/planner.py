@@ -37,6 +37,8 @@ class Rates:
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     load_count: int = 0
+    reads_hang: bool = False
+    """Whether the disk has not come back from a read: nothing is planned to be read until it has."""
     untried_count: int = 0
     """Prompts since the last load that were computed since that seemed faster."""
     _adopt: MovingAverage = dataclasses.field(
@@ -135,7 +137,10 @@ class Planner:
             match = Match((), 0, match.known_token_count)
         reason = self._limit_of(match, limit)
         plan = self._split(match, token_ids, reason)
-        if plan.to_load and self.settings.may_recompute and self._recompute_is_faster(plan):
+        if plan.to_load and self.rates.reads_hang:
+            match = find(with_ssd=False)
+            plan = self._split(match, token_ids, ReuseLimit.LOAD_FAILED)
+        elif plan.to_load and self.settings.may_recompute and self._recompute_is_faster(plan):
             match = find(with_ssd=False)
             plan = self._split(match, token_ids, ReuseLimit.RECOMPUTE_FASTER)
         return plan, match.known_token_count

@@ -44,6 +44,8 @@ class Restore:
     """Its load has failed: the plan holds no more."""
     with_ssd: bool = True
     """False once the read queue was full, or memory short: what RAM has is taken."""
+    asked_time: float = 0.0
+    """When its load was asked for."""
     loaded: Loaded | None = None
     target: KvTarget | None = None
     """Where the kv on SSD is to be read to, if it is a matter of kv."""

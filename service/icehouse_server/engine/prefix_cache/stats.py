@@ -6,6 +6,7 @@ import dataclasses
 
 from icehouse_server.domain.cache_stats import (
     CacheStats,
+    DiskStats,
     MissTokens,
     PromoteStats,
     SpillDrops,
@@ -13,10 +14,11 @@ from icehouse_server.domain.cache_stats import (
 )
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, StoragePort
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.storage.settings import STALL_LIMIT_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,9 +33,26 @@ class CountedParts:
     rates: Rates
 
 
-def cache_stats(cache: CountedParts, storage: CacheStats | None, *, now: float) -> CacheStats:
+def hang_detail(storage: StoragePort | None) -> str:
+    """Say which part of the SSD tier does not answer, and what follows; empty where all is well."""
+    if storage is None:
+        return ""
+    parts = []
+    if storage.hung_read_count:
+        parts.append(f"{storage.hung_read_count} reads hang; prompts are computed until they return")
+    if storage.stall_s >= STALL_LIMIT_S:
+        parts.append(f"the storage thread hangs for {storage.stall_s:.0f} s; nothing is written meanwhile")
+    return f"The disk does not answer: {'; '.join(parts)}" if parts else ""
+
+
+def cache_stats(
+    cache: CountedParts, storage: CacheStats | None, *, now: float, hang_detail: str = ""
+) -> CacheStats:
     """Return all counters; `storage` is None when there is no SSD tier or it did not answer."""
     known = storage or CacheStats()
+    if hang_detail:
+        disk = dataclasses.replace(known.disk or DiskStats(), hang_detail=hang_detail)
+        known = dataclasses.replace(known, disk=disk)
     return dataclasses.replace(
         known,
         block_token_limit=cache.settings.block_token_count,

@@ -82,7 +82,7 @@ class Preemption:
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
         """Return the refusal of a sequence that does not fit although nothing runs that could end, and
         nothing is being written that could go then."""
-        if self._scheduler.running or self._prefix.cache.leaving_bytes:
+        if self._scheduler.running or self._prefix.leaving_bytes:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes

@@ -54,12 +54,15 @@ class ReadPace:
         *,
         share: Callable[[], float],
         pause: Callable[[float], object],
+        note_piece: Callable[[], None] = lambda: None,
     ) -> None:
-        """Readers that share the time have the same `turns`. `share` is asked each time."""
+        """Readers that share the time have the same `turns`. `share` is asked each time, and `note_piece` is
+        called before each piece."""
         self._clock = clock
         self._turns = turns
         self._share = share
         self._pause = pause
+        self._note_piece = note_piece
         self._piece: tuple[float, float] | None = None
         """When the piece under way was begun, and with which share."""
         self.paused_s = 0.0
@@ -67,6 +70,7 @@ class ReadPace:
 
     def keep(self) -> None:
         """Wait for a turn, unless a piece of work is under way and short yet."""
+        self._note_piece()
         share = self._share()
         assert 0.0 < share <= 1.0, share
         if share == 1.0:

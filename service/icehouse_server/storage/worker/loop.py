@@ -11,6 +11,7 @@ directory is opened anew when that is due.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -123,10 +124,31 @@ class StorageLoop:
         self._announced_detail = ""
         self._has_inventory = False
         """Whether the engine was ever told the whole of one, and so waits for none."""
+        self._piece_time: float | None = None
+        """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
         self._kept_up_time = clock.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """For how long this thread has been at one piece of work; 0 when it waits for some. Any thread."""
+        began_time = self._piece_time
+        return 0.0 if began_time is None else self._clock.monotonic() - began_time
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """Do a piece of work in the block, so that others can see how long the disk keeps this thread."""
+        self._piece_time = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self._piece_time = None
 
     def open(self) -> None:
         """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
+        with self.piece():
+            self._open()
+
+    def _open(self) -> None:
         try:
             self._store.open()
         except (OSError, sqlite3.Error, StartError) as error:
@@ -197,12 +219,18 @@ class StorageLoop:
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
         try:
-            self._handle(self._inbox.get(timeout=timeout_s))
+            request = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
+        with self.piece():
+            self._handle(request)
 
     def step(self) -> bool:
         """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
+        with self.piece():
+            return self._step()
+
+    def _step(self) -> bool:
         while not self._inbox.empty():
             self._handle(self._inbox.get_nowait())
         self._answer_asked()
@@ -358,7 +386,7 @@ class StorageLoop:
             return
         self._store.abandon()
         self._store.unlock()
-        self.open()
+        self._open()
 
     def _end(self) -> None:
         self._spiller.drop_all(SpillDropCause.SHUTDOWN)

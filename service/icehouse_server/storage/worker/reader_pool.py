@@ -36,6 +36,7 @@ from icehouse_server.storage.loads import (
     Loaded,
     LoadedBlock,
     LoadFailed,
+    LoadId,
     LoadRequest,
 )
 from icehouse_server.storage.paths import StorePaths
@@ -59,11 +60,51 @@ class LoadReport:
     read_bytes: int
 
 
-class LoadJob:
+class Reading:
+    """An order on its way through the readers. The engine's thread may abandon it at any time."""
+
+    def __init__(self, load_id: LoadId, *, now: float) -> None:
+        self.load_id = load_id
+        self.progress_time = now
+        """When it was asked for, or a reader last came on with it (`Clock.monotonic`)."""
+        self.has_begun = False
+        self.is_abandoned = False
+        """Nobody waits for it any more: what is left of it need not be read."""
+        self._start = collections.deque((None,))
+        """One item: whoever takes it, a reader that begins or the engine that abandons, is the first."""
+
+    def begin(self) -> bool:
+        """Take it up; False when it was abandoned before any reader had begun it."""
+        self.has_begun = self._is_first()
+        return self.has_begun
+
+    def abandon(self) -> bool:
+        """Stop waiting for it; True when no reader has begun it, so that none will."""
+        self.is_abandoned = True
+        return self._is_first()
+
+    def _is_first(self) -> bool:
+        try:
+            self._start.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class HeadJob(Reading):
+    """A request for headers on its way."""
+
+    def __init__(self, request: HeadRequest, *, now: float) -> None:
+        super().__init__(request.load_id, now=now)
+        self.request = request
+
+
+class LoadJob(Reading):
     """One load on its way. Each result slot is written by the one reader that has that block."""
 
-    def __init__(self, request: LoadRequest) -> None:
+    def __init__(self, request: LoadRequest, *, now: float) -> None:
         assert request.blocks, f"Load {request.load_id} asks for no block"
+        super().__init__(request.load_id, now=now)
         # What the request brought is held once, so that it is let go of before the answer.
         self.request = dataclasses.replace(request, targets=())
         self.is_own_memory = not request.targets
@@ -114,15 +155,46 @@ class ReaderPool:
         self._cipher = cipher
         self._reader_count = settings.reader_thread_count
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
-        self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadRequest | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadJob | None] = queue.SimpleQueue()
+        self._readings: dict[LoadId, Reading] = {}
+        """Orders that readers have yet to end. The engine's thread puts them in."""
+        self._progress_time = clock.monotonic()
+        """When any reader last came on with anything."""
 
     def submit(self, request: LoadRequest) -> None:
         """Queue a load; bounding it is the caller's part."""
-        self._work.put((LoadJob(request), 0))
+        job = LoadJob(request, now=self._clock.monotonic())
+        self._readings[job.load_id] = job
+        self._work.put((job, 0))
 
     def submit_heads(self, request: HeadRequest) -> None:
         """Queue a question for headers; bounding it is the caller's part."""
-        self._work.put(request)
+        job = HeadJob(request, now=self._clock.monotonic())
+        self._readings[job.load_id] = job
+        self._work.put(job)
+
+    def silence_s(self, load_id: LoadId) -> float:
+        """Return for how long no reader has come on with an order, or with any before it is its turn; 0 where
+        it was answered. Called by the engine's thread, like `abandon` and `hung_count`."""
+        reading = self._readings.get(load_id)
+        if reading is None:
+            return 0.0
+        before_turn_time = 0.0 if reading.has_begun else self._progress_time
+        return self._clock.monotonic() - max(reading.progress_time, before_turn_time)
+
+    def abandon(self, load_id: LoadId) -> None:
+        """Stop waiting for an order. What a reader is at cannot be stopped: its memory is let go of when the
+        system returns from the read."""
+        reading = self._readings.get(load_id)
+        if reading is not None and reading.abandon():
+            del self._readings[load_id]
+            if isinstance(reading, LoadJob):
+                reading.buffers = None
+
+    @property
+    def hung_count(self) -> int:
+        """Orders that were abandoned while a reader was at them, and that it has not come back from."""
+        return sum(reading.is_abandoned for reading in list(self._readings.values()))
 
     def leave_cores(self, *, to_decode: bool) -> None:
         """Read at a small share of the time from now on, or at full speed; those under way too."""
@@ -157,30 +229,61 @@ class ReaderPool:
         self._do(work)
         return True
 
-    def _do(self, work: tuple[LoadJob, int] | HeadRequest) -> None:
-        if isinstance(work, HeadRequest):
+    def _do(self, work: tuple[LoadJob, int] | HeadJob) -> None:
+        if self._take_up(work):
+            self._read_on(work)
+
+    def _take_up(self, work: tuple[LoadJob, int] | HeadJob) -> bool:
+        """Begin with an order; False when it was abandoned while it waited."""
+        reading, index = (work, 0) if isinstance(work, HeadJob) else work
+        if index == 0 and not reading.begin():
+            self._report(HeadReport() if isinstance(reading, HeadJob) else LoadReport(0, (), 0))
+            return False
+        self._note_progress(reading)
+        return True
+
+    def _read_on(self, work: tuple[LoadJob, int] | HeadJob) -> None:
+        if isinstance(work, HeadJob):
             self._read_heads(work)
         else:
             self._read(*work)
 
-    def _read_heads(self, request: HeadRequest) -> None:
+    def _note_progress(self, reading: Reading) -> None:
+        reading.progress_time = self._progress_time = self._clock.monotonic()
+
+    def _end(self, reading: Reading) -> None:
+        """Note that the readers have done with an order."""
+        self._progress_time = self._clock.monotonic()
+        self._readings.pop(reading.load_id, None)
+
+    def _read_heads(self, job: HeadJob) -> None:
         """Answer with the headers that are sound; the others are found out when they are loaded."""
         headers = []
-        for name in request.hashes:
+        for name in job.request.hashes:
+            if job.is_abandoned:
+                break
+            self._note_progress(job)
             with contextlib.suppress(BlockFileError, OSError, MemoryError):
                 path = self._paths.block(self._fingerprint, name)
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
-        self._post(HeadsRead(request.load_id, tuple(headers)))
+        self._post(HeadsRead(job.load_id, tuple(headers)))
+        self._end(job)
         self._report(HeadReport())
 
     def _read(self, job: LoadJob, index: int) -> None:
         planned = job.request.blocks[index]
         began_s = self._clock.monotonic()
-        pace = ReadPace(self._clock, self._turns, share=self._share, pause=self._pause)
+        pace = ReadPace(
+            self._clock,
+            self._turns,
+            share=self._share,
+            pause=self._pause,
+            note_piece=lambda: self._note_progress(job),
+        )
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
         try:
-            if not isinstance(job.results[0], BlockFailure):
+            if not (job.is_abandoned or isinstance(job.results[0], BlockFailure)):
                 descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
                 checksum = file.header_checksum
                 try:
@@ -227,6 +330,9 @@ class ReaderPool:
             self._work.put((job, index))
 
     def _deliver(self, job: LoadJob) -> None:
+        if job.is_abandoned:
+            self._drop(job)
+            return
         request = job.request
         loaded: list[LoadedBlock] = []
         for result in job.results:
@@ -255,7 +361,15 @@ class ReaderPool:
             )
         else:
             self._post(LoadFailed(request.load_id, failures[0]))
+        self._end(job)
         self._report(LoadReport(len(loaded), failures, read_bytes))
+
+    def _drop(self, job: LoadJob) -> None:
+        """End a load that nobody waits for; what was found to be damaged is told all the same."""
+        job.buffers = None
+        failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
+        self._end(job)
+        self._report(LoadReport(0, failures, 0))
 
 
 def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:

@@ -11,18 +11,19 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.errors import StartError
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.loads import HeadRequest, LoadRequest
+from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
 from icehouse_server.storage.messages import Outcome, StorageFailed, TaskId
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.settings import STALL_LIMIT_S, StorageSettings
 from icehouse_server.storage.worker.credit import Credit, Meter
 from icehouse_server.storage.worker.loop import StorageLoop
 from icehouse_server.storage.worker.reader_pool import ReaderPool
@@ -47,13 +48,19 @@ _log = logging.getLogger(__name__)
 _Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | ListRequest | StatsRequest
 _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is tried again."""
+_LOCK_TIMEOUT_S = 5.0
+_READERS_END_S = 1.0
+_LOOK_S = 0.1
 
 
 class Storage:
     """Owns the storage thread, the readers and their queues.
 
-    `lock`, then `start`; the first outcome is `Inventory`, the last one `StorageClosed` (after
-    `close`) or `StorageFailed`. Without threads, `open` and `step` do the same work on the caller's.
+    The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
+    `StorageFailed`. Without threads, `lock`, `open` and `step` do the same work on the caller's.
+
+    A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
+    and `stall_s` say so, `abandon` gives up on a read, and nobody here waits without a bound.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class Storage:
         )
 
     def lock(self) -> None:
-        """Make the directory this process's own.
+        """Make the directory this process's own; on the calling thread, without `start`.
 
         Raises `StartError` naming the owner when it has one already. A disk that refuses for
         another reason does not stop the start: the tier begins with writes off and tries again.
@@ -101,23 +108,44 @@ class Storage:
         except OSError as error:
             _log.error("cache_lock_refused", extra={"detail": str(error)})
 
-    def start(self) -> None:
-        """Start the storage thread and the readers."""
+    def start(self, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+        """Start the readers and the storage thread, which locks and opens the directory.
+
+        Raises what `lock` raises. A disk that does not answer in time does not stop the start: the tier
+        begins when it does.
+        """
         # Its thread starts with the first spill.
         self._store.syncs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage-sync")
-        bodies = [("storage", self._run_loop)]
-        bodies += [(f"storage-reader-{n}", self._readers.run) for n in range(self._reader_thread_count)]
-        for name, body in bodies:
-            thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        locked: Future[None] = Future()
+        self._start_thread("storage", lambda: self._run_loop(locked))
+        for number in range(self._reader_thread_count):
+            self._start_thread(f"storage-reader-{number}", self._readers.run)
+        try:
+            locked.result(lock_timeout_s)
+        except TimeoutError:
+            locked.cancel()
+            _log.error("cache_directory_hangs", extra={"waited_s": lock_timeout_s})
+        except StartError:
+            self._readers.stop()
+            raise
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`, together for so long; False when one still runs."""
+        """Wait for the threads to end after `close`; False when the storage thread hangs, or runs on for so
+        long. What readers are still at nobody waits for: they end with the process."""
         end_time = self._clock.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, end_time - self._clock.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            while thread.is_alive() and self._clock.monotonic() < end_time:
+                if self.stall_s >= STALL_LIMIT_S:
+                    return False
+                thread.join(_LOOK_S)
+            # The storage thread is the first.
+            end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
+        return not (self._threads and self._threads[0].is_alive())
+
+    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def open(self) -> None:
         """Open the directory on the calling thread; only without `start`."""
@@ -159,6 +187,25 @@ class Storage:
             return False
         self._readers.submit_heads(request)
         return True
+
+    def silence_s(self, load_id: LoadId) -> float:
+        """Return for how long no reader has come on with a load or a question for headers; 0 once it was
+        answered."""
+        return self._readers.silence_s(load_id)
+
+    def abandon(self, load_id: LoadId) -> None:
+        """Stop waiting for a load or for headers. An answer may follow all the same."""
+        self._readers.abandon(load_id)
+
+    @property
+    def hung_read_count(self) -> int:
+        """Reads that were abandoned and that the disk has not come back from."""
+        return self._readers.hung_count
+
+    @property
+    def stall_s(self) -> float:
+        """For how long the storage thread has been at one piece of work; 0 while it waits for some."""
+        return self._loop.silence_s
 
     def touch(self, hashes: Iterable[BlockHash]) -> bool:
         """Note that blocks were used; a chain from its tail to its head. False when too much waits."""
@@ -205,8 +252,10 @@ class Storage:
     def _next_task_id(self) -> TaskId:
         return TaskId(next(self._task_ids))
 
-    def _run_loop(self) -> None:
+    def _run_loop(self, locked: Future[None]) -> None:
         try:
+            if not self._lock_first(locked):
+                return
             self._loop.open()
             while not self._loop.is_closed:
                 if not self._loop.step() and not self._loop.is_closed:
@@ -214,6 +263,22 @@ class Storage:
         finally:
             if self._store.syncs is not None:
                 self._store.syncs.shutdown(wait=False)
+
+    def _lock_first(self, locked: Future[None]) -> bool:
+        """Lock the directory and say so, or why not; to the log when the start did not wait so long."""
+        with self._loop.piece():
+            try:
+                self.lock()
+            except StartError as error:
+                if locked.set_running_or_notify_cancel():
+                    locked.set_exception(error)
+                else:
+                    _log.error("cache_directory_refused", extra={"detail": error.message})
+                self._post(StorageFailed(error.message))
+                return False
+        if locked.set_running_or_notify_cancel():
+            locked.set_result(None)
+        return True
 
     def _run(self, body: Callable[[], None]) -> None:
         """A thread's top: what escapes its loop is told once, and the other threads end too."""

@@ -41,7 +41,7 @@ def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
 
     caplog.set_level("INFO", logger="icehouse.engine")
     under_way = Flush(cast("RealSpills", spills), cast("list[Entry]", list(range(5))))
-    flush(under_way, wait=wait, clock=clock, deadline_time=deadline_time)
+    flush(under_way, wait=wait, is_stalled=lambda: False, clock=clock, deadline_time=deadline_time)
     assert clock.now <= deadline_time
     return caplog.records[-1]
 

@@ -22,6 +22,7 @@ private static final long serialVersionUID = 0L;
   }
   private CacheDiskStats() {
     writesOffDetail_ = "";
+    hangDetail_ = "";
   }
 
   @java.lang.Override
@@ -196,6 +197,55 @@ private static final long serialVersionUID = 0L;
     return encrypted_;
   }
 
+  public static final int HANG_DETAIL_FIELD_NUMBER = 9;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object hangDetail_ = "";
+  /**
+   * <pre>
+   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * </pre>
+   *
+   * <code>string hang_detail = 9;</code>
+   * @return The hangDetail.
+   */
+  @java.lang.Override
+  public java.lang.String getHangDetail() {
+    java.lang.Object ref = hangDetail_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      hangDetail_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * </pre>
+   *
+   * <code>string hang_detail = 9;</code>
+   * @return The bytes for hangDetail.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getHangDetailBytes() {
+    java.lang.Object ref = hangDetail_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      hangDetail_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -233,6 +283,9 @@ private static final long serialVersionUID = 0L;
     }
     if (encrypted_ != false) {
       output.writeBool(8, encrypted_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(hangDetail_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 9, hangDetail_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -274,6 +327,9 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(8, encrypted_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(hangDetail_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(9, hangDetail_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -305,6 +361,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getWritesOffDetail())) return false;
     if (getEncrypted()
         != other.getEncrypted()) return false;
+    if (!getHangDetail()
+        .equals(other.getHangDetail())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -339,6 +397,8 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + ENCRYPTED_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getEncrypted());
+    hash = (37 * hash) + HANG_DETAIL_FIELD_NUMBER;
+    hash = (53 * hash) + getHangDetail().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -482,6 +542,7 @@ private static final long serialVersionUID = 0L;
       otherModelBlockCount_ = 0L;
       writesOffDetail_ = "";
       encrypted_ = false;
+      hangDetail_ = "";
       return this;
     }
 
@@ -538,6 +599,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000080) != 0)) {
         result.encrypted_ = encrypted_;
+      }
+      if (((from_bitField0_ & 0x00000100) != 0)) {
+        result.hangDetail_ = hangDetail_;
       }
     }
 
@@ -611,6 +675,11 @@ private static final long serialVersionUID = 0L;
       if (other.getEncrypted() != false) {
         setEncrypted(other.getEncrypted());
       }
+      if (!other.getHangDetail().isEmpty()) {
+        hangDetail_ = other.hangDetail_;
+        bitField0_ |= 0x00000100;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -677,6 +746,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000080;
               break;
             } // case 64
+            case 74: {
+              hangDetail_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 74
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1090,6 +1164,103 @@ private static final long serialVersionUID = 0L;
     public Builder clearEncrypted() {
       bitField0_ = (bitField0_ & ~0x00000080);
       encrypted_ = false;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object hangDetail_ = "";
+    /**
+     * <pre>
+     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * </pre>
+     *
+     * <code>string hang_detail = 9;</code>
+     * @return The hangDetail.
+     */
+    public java.lang.String getHangDetail() {
+      java.lang.Object ref = hangDetail_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        hangDetail_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * </pre>
+     *
+     * <code>string hang_detail = 9;</code>
+     * @return The bytes for hangDetail.
+     */
+    public com.google.protobuf.ByteString
+        getHangDetailBytes() {
+      java.lang.Object ref = hangDetail_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        hangDetail_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * </pre>
+     *
+     * <code>string hang_detail = 9;</code>
+     * @param value The hangDetail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setHangDetail(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      hangDetail_ = value;
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * </pre>
+     *
+     * <code>string hang_detail = 9;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearHangDetail() {
+      hangDetail_ = getDefaultInstance().getHangDetail();
+      bitField0_ = (bitField0_ & ~0x00000100);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * </pre>
+     *
+     * <code>string hang_detail = 9;</code>
+     * @param value The bytes for hangDetail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setHangDetailBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      hangDetail_ = value;
+      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }

@@ -97,4 +97,26 @@ public interface CacheDiskStatsOrBuilder extends
    * @return The encrypted.
    */
   boolean getEncrypted();
+
+  /**
+   * <pre>
+   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * </pre>
+   *
+   * <code>string hang_detail = 9;</code>
+   * @return The hangDetail.
+   */
+  java.lang.String getHangDetail();
+  /**
+   * <pre>
+   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * </pre>
+   *
+   * <code>string hang_detail = 9;</code>
+   * @return The bytes for hangDetail.
+   */
+  com.google.protobuf.ByteString
+      getHangDetailBytes();
 }

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import BlockHash, RequestId, SequenceId
 from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
-from icehouse_server.storage.loads import HeadRequest, Loaded, LoadRequest
+from icehouse_server.storage.loads import HeadRequest, Loaded, LoadId, LoadRequest
 from icehouse_server.storage.messages import TaskId
 
 
@@ -149,6 +149,24 @@ class StoragePort(Protocol):
 
     def read_heads(self, request: HeadRequest) -> bool:
         """Ask for the token ids of blocks. Answered by HeadsRead; False when the queue is full."""
+        ...
+
+    def silence_s(self, load_id: LoadId) -> float:
+        """Return for how long nothing has come on with a load or a question for headers; 0 once answered."""
+        ...
+
+    def abandon(self, load_id: LoadId) -> None:
+        """Stop waiting for a load or for headers; an answer may follow all the same."""
+        ...
+
+    @property
+    def hung_read_count(self) -> int:
+        """Reads that were abandoned and that the disk has not come back from."""
+        ...
+
+    @property
+    def stall_s(self) -> float:
+        """For how long the storage thread has been at one piece of work; 0 while it waits for some."""
         ...
 
     def touch(self, hashes: Sequence[BlockHash]) -> bool:
