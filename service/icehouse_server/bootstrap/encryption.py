@@ -16,13 +16,14 @@ import stat
 import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from icehouse_server.config import CacheConfig
 from icehouse_server.errors import Reason, StartError, extra_command
 from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.time_limit import in_time
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
@@ -43,12 +44,16 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     master_key = read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
-    try:
+
+    def open_key() -> Any:
         lock = take_lock(files, paths)
         try:
-            opened = data_keys.open_key(files, paths, master_key=master_key)
+            return data_keys.open_key(files, paths, master_key=master_key)
         finally:
             files.close(lock)
+
+    try:
+        opened = in_time(open_key)
     except OSError as error:
         # A disk that only refuses to be written stops no start: the tier begins with writes off.
         cipher = _found_cipher(data_keys, files, paths, master_key)
@@ -108,7 +113,7 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
 def _found_cipher(data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes) -> Cipher | None:
     """Return the cipher of a key that is there already, without writing anything."""
     try:
-        data_key = data_keys.find_key(files, paths, master_key=master_key)
+        data_key = in_time(lambda: data_keys.find_key(files, paths, master_key=master_key))
     except OSError:
         return None
     return None if data_key is None else _cipher(data_key)

@@ -21,6 +21,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.files import Files, read_text
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.time_limit import in_time
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class DigestBook:
             }
         )
         try:
-            self._replace(text.encode())
+            in_time(lambda: self._replace(text.encode()))
         except OSError as error:
             _log.warning("digests_not_kept", extra={"detail": str(error)})
         else:
@@ -109,7 +110,8 @@ class DigestBook:
 
     def _load(self) -> None:
         try:
-            document = json.loads(read_text(self._files, self._paths.digests, limit_bytes=_FILE_LIMIT_BYTES))
+            text = in_time(lambda: read_text(self._files, self._paths.digests, limit_bytes=_FILE_LIMIT_BYTES))
+            document = json.loads(text)
             if document["format"] != _FORMAT:
                 return
             self._digests = {
