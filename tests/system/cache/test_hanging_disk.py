@@ -59,7 +59,8 @@ def hang_a_load(served: SteppedServer, name: str) -> HungReader:
     served.submit(name, TOKENS)
     while not served.storage._readers._work.qsize():
         served.loop.step()
-    reader = HungReader(served.storage)
+    reader = HungReader.of_next(served.storage)
+    assert reader is not None
     served.step_until_idle()
     assert served.recorder.end_of(name) is None
     return reader
@@ -141,7 +142,8 @@ def test_headers_that_hang_are_given_up(tmp_path: Path) -> None:
         explained = served.give(Explain(tuple(TOKENS)))
         while not served.storage._readers._work.qsize():
             served.loop.step()
-        reader = HungReader(served.storage)
+        reader = HungReader.of_next(served.storage)
+        assert reader is not None
         served.step_until_idle()
         assert served.recorder.end_of("a") is None
         pass_time(served, LATE_S)

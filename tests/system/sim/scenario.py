@@ -61,6 +61,8 @@ IMAGES_SEED = 3_000_000
 """From here on prompts have images in them."""
 NAMES_SEED = 4_000_000
 """From here on many a process ends between a file's name and its sync; prompts have no images."""
+HANGS_SEED = 5_000_000
+"""From here on the disk hangs now and then; prompts have no images and names are synced."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -83,6 +85,7 @@ class Scenario:
         self._kill_dice = random.Random(-3 * 10**6 - seed)
         self._image_dice = random.Random(-4 * 10**6 - seed)
         self._name_dice = random.Random(-5 * 10**6 - seed)
+        self._hang_dice = random.Random(-6 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -136,6 +139,8 @@ class Scenario:
 
     def _act(self) -> None:
         action = self.dice.choices(*zip(*self._actions(), strict=True))[0]
+        if self.seed >= HANGS_SEED and self._hang_dice.random() < 0.15:
+            action = self._hang_dice.choice((self._hang, self._hang, self._hang, self._pass_time))
         try:
             action()
             self._check()
@@ -280,6 +285,12 @@ class Scenario:
         served = self._served
         served.disk.room_bytes = served.disk.fail_in = None
         served.guard.limit_bytes = self.setup.memory_limit_bytes
+        if served.is_hanging:
+            served.come_to_rest()
+            self._collect_ends()
+            assert not self._live, f"requests that wait for a disk that hangs: {list(self._live)}"
+            self.ledger.seen["rest beside a hang"] += 1
+            served.go_on()
         for _ in range(3):
             served.come_to_rest()
             self.clock.now += _RECOVERY_S
@@ -337,6 +348,21 @@ class Scenario:
         else:
             disk.crash_in = self.dice.randint(1, 40)
             disk.crashes_before = self.dice.random() < 0.5
+
+    def _hang(self) -> None:
+        """The disk hangs, or answers again."""
+        served = self._served
+        if served.storage is None or served.is_storage_dead:
+            return
+        what = self._hang_dice.choice(("reads", "reads", "store", "neither"))
+        self._say(f"the disk hangs: {what}")
+        self.ledger.seen[f"hang {what}"] += 1
+        if what == "reads":
+            served.reads_hang = True
+        elif what == "store":
+            served.hang_store()
+        else:
+            served.go_on()
 
     def _break_storage(self) -> None:
         if self._served.storage is not None and not self._served.is_storage_dead:
@@ -403,7 +429,7 @@ class Scenario:
         except Crash:
             self._die("while opening")
             return
-        if self.seed >= NAMES_SEED and self._name_dice.random() < 0.6:
+        if NAMES_SEED <= self.seed < HANGS_SEED and self._name_dice.random() < 0.6:
             self._served.disk.crash_verb = "fsync_dir"
 
     # What must hold.

@@ -24,6 +24,7 @@ from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFail
 from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
+from tests.fixtures.storage.hanging import HungReader, resume, stall
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
@@ -115,6 +116,10 @@ class SimServer:
             )
         self.is_storage_dead = False
         self.is_closed = False
+        self.reads_hang = False
+        """Whether the reader stops in the middle of the next order it takes up."""
+        self.hung_reader: HungReader | None = None
+        self.store_hangs = False
         self.runner = SimRunner(setup.specs[life.model], block_token_count=BLOCK, dice=dice)
         self.cache = PrefixCache(
             settings=setup.prefix_settings(life.model),
@@ -175,7 +180,34 @@ class SimServer:
         """Let the storage and reader threads do one piece of work each."""
         if self.storage is None or self.is_storage_dead or self.is_closed:
             return False
-        return self.storage.step()
+        if not self.is_hanging:
+            return self.storage.step()
+        has_read = False
+        if self.reads_hang and self.hung_reader is None:
+            self.hung_reader = HungReader.of_next(self.storage)
+        elif not self.reads_hang:
+            has_read = self.storage._readers.step()
+        return (not self.store_hangs and self.storage._loop.step()) or has_read
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the disk does not answer one of the threads."""
+        return self.reads_hang or self.store_hangs
+
+    def hang_store(self) -> None:
+        """Stop the storage thread in the middle of a piece of work."""
+        if self.storage is not None and not self.is_storage_dead:
+            self.store_hangs = True
+            stall(self.storage)
+
+    def go_on(self) -> None:
+        """Let the disk answer everybody."""
+        assert self.storage is not None
+        self.reads_hang = self.store_hangs = False
+        resume(self.storage)
+        reader, self.hung_reader = self.hung_reader, None
+        if reader is not None and not self.is_storage_dead:
+            reader.go_on()
 
     def kill_storage(self) -> None:
         """The storage thread breaks: it says so, and neither it nor the readers do anything more."""
@@ -189,6 +221,8 @@ class SimServer:
             is_busy = self.step_storage()
             if not is_busy and self.scheduler.is_empty and not len(self.mailbox):
                 return
+            if self.is_hanging:
+                self.clock.now += 0.05
         raise AssertionError(f"the house never comes to rest; scheduler {vars(self.scheduler)}")
 
     def stop(self, *, grace_s: float, flush_s: float) -> None:
@@ -205,6 +239,7 @@ class SimServer:
         self.loop.fail_all(Unavailable(Reason.DRAINING, "the server is shutting down"))
         self.runner.close()
         if self.storage is not None and not self.is_storage_dead:
+            self.go_on()
             self.storage.close(deadline_time=self.clock.monotonic() + flush_s)
             for _ in range(_REST_STEP_LIMIT):
                 if self.is_closed:
