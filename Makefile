@@ -138,7 +138,7 @@ bench-fleet: $(STAMP) ## Agents' sessions on one worker, two by their blocks, tw
 simulate-fleet: $(STAMP) ## When one worker is enough, what 64 keep of its hits: simulated from what one costs.
 	@$(BIN)/python -m bench.fleet.growth $(ARGS)
 
-soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600").
+soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600", "--hangs": with a disk that hangs now and then).
 	@$(BIN)/python -m bench.soak $(ARGS)
 
 bench-storage: $(STAMP) ## SSD tier against raw files: spill, restore, reconcile, as ratios.

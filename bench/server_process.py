@@ -28,7 +28,8 @@ class ServerProcess:
 
     `cache_directory` keeps the bench out of the user's own cache. `command` is another tree's, up to and
     without `serve`; it runs in the cache directory's parent and with this process's own environment, so that
-    neither side imports the other's tree. Without a `port` it is a free one.
+    neither side imports the other's tree; `module` is what this tree's command line is run by. Without a
+    `port` it is a free one.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class ServerProcess:
         log_file: Path,
         flags: Sequence[str] = (),
         command: Sequence[str] = (),
+        module: str = "icehouse_server.cli.main",
         port: int | None = None,
         boot_timeout_s: float = 180.0,
         stop_timeout_s: float = 90.0,
     ) -> None:
         self._arguments = ["--model", model, "--cache-directory", str(cache_directory), *flags]
-        self._command = list(command) or [sys.executable, "-m", "icehouse_server.cli.main"]
+        self._command = list(command) or [sys.executable, "-m", module]
         self._folder = cache_directory.parent if command else ROOT
         self._environment = dict(os.environ) if command else child_environment()
         self._log_file = log_file

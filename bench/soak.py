@@ -166,6 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument(
+        "--hangs", action="store_true", help="the cache disk hangs for some seconds now and then"
+    )
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -177,6 +180,7 @@ def main() -> None:
                 cache_directory=scratch / "blocks",
                 log_file=OUT / "soak.log",
                 flags=[word for flag in SERVER_FLAGS for word in flag],
+                module="bench.hanging_disk" if arguments.hangs else "icehouse_server.cli.main",
             )
         )
         samples = asyncio.run(

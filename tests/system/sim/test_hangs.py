@@ -1,4 +1,4 @@
-"""Stories whose disk hangs: reads that never return, a storage thread that does not come back from its work."""
+"""Stories whose disk hangs: reads that never return, a storage thread that does not come back."""
 
 from __future__ import annotations
 
