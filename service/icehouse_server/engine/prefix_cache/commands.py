@@ -257,6 +257,7 @@ class CacheCommands:
     def lose_storage(self) -> None:
         """The SSD tier is gone: answer whoever waits for it."""
         error = StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
+        self._last_stats = None
         for _, reply in self._queries.values():
             reply(self._cache.stats(None))
         for _, command, explained in self._explanations.values():
