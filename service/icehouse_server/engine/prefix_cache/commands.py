@@ -159,7 +159,7 @@ class CacheCommands:
             if patience.is_over(since=since, load_id=load_id):
                 del self._readings[load_id]
                 self._patience.abandon(load_id)
-                tell(BlockTokens(()))
+                tell(_storage_busy())
         for load_id, (since, command, answer) in list(self._explanations.items()):
             if patience.is_over(since=since, load_id=load_id):
                 del self._explanations[load_id]
@@ -327,8 +327,10 @@ class CacheCommands:
         return None
 
     def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
-        if self._cache.storage is None or self._cache.rates.reads_hang or not command.block_hashes:
+        if self._cache.storage is None or not command.block_hashes:
             return BlockTokens(())
+        if self._cache.rates.reads_hang:
+            raise _storage_busy()
         load_id = LoadId(next(self._load_ids))
         if not self._cache.storage.read_heads(HeadRequest(load_id, command.block_hashes)):
             raise _storage_busy()
