@@ -6,6 +6,9 @@ import dataclasses
 
 from icehouse_server.domain.ids import Fingerprint
 
+CODE_DETAIL = "code "
+"""How those details of a fingerprint begin that are a module and the digest of its code."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageSettings:

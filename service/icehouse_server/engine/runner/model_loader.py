@@ -26,6 +26,7 @@ from icehouse_server.engine.core.memory_model import (
 )
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
 from icehouse_server.errors import ModelError, Reason, extra_command
@@ -63,6 +64,8 @@ class ModelSource:
     """Adapters that requests may choose."""
     context_token_limit: int | None = None
     trust_remote_code: bool = False
+    code: KvCode | None = None
+    """What the fingerprint holds of the code that computes KV; None where no block outlives the process."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -165,6 +168,8 @@ def load(source: ModelSource) -> LoadedModel:
             Reason.MODEL_INVALID,
             f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
         ) from error
+    if source.code is not None:
+        source.code.check({type(layer) for part in parts for layer in part.modules()})
     return LoadedModel(model, config, tower)
 
 

@@ -141,7 +141,7 @@ public final class CacheStatsOuterClass {
       "\n\013limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022" +
       "\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_model" +
       "_block_count\030\006 \001(\003\022\031\n\021writes_off_detail\030" +
-      "\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\"\255\003\n\024CacheReconc" +
+      "\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\"\303\003\n\024CacheReconc" +
       "ileReport\0222\n\016reconcile_time\030\001 \001(\0132\032.goog" +
       "le.protobuf.Timestamp\022+\n\010duration\030\002 \001(\0132" +
       "\031.google.protobuf.Duration\022\r\n\005clean\030\003 \001(" +
@@ -152,17 +152,18 @@ public final class CacheStatsOuterClass {
       "ed_count\030\n \001(\003\022\"\n\032other_layout_deleted_c" +
       "ount\030\013 \001(\003\022\032\n\022unknown_file_count\030\014 \001(\003\022\027" +
       "\n\017restamped_count\030\r \001(\003\022\037\n\027unencrypted_b" +
-      "lock_count\030\016 \001(\003*\336\002\n\016SpillDropCause\022 \n\034S" +
-      "PILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_D" +
-      "ROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_CAUS" +
-      "E_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_DIS" +
-      "K_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_FAILE" +
-      "D\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035" +
-      "SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL" +
-      "_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CA" +
-      "USE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_TENAN" +
-      "T_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'icehouse" +
-      ".dev/api/icehouse/v1;icehousev1b\006proto3"
+      "lock_count\030\016 \001(\003\022\024\n\014changed_code\030\017 \003(\t*\336" +
+      "\002\n\016SpillDropCause\022 \n\034SPILL_DROP_CAUSE_UN" +
+      "SPECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_NO_CREDI" +
+      "T\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_BUDGET\020\002\022\036" +
+      "\n\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022!\n\035SPILL_" +
+      "DROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPILL_DROP_" +
+      "CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_DROP_CAUSE_P" +
+      "REFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE_DUPLIC" +
+      "ATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOWN\020\010\022!\n\035" +
+      "SPILL_DROP_CAUSE_TENANT_SHARE\020\tB<\n\017dev.i" +
+      "cehouse.v1P\001Z\'icehouse.dev/api/icehouse/" +
+      "v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -236,7 +237,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheReconcileReport_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheReconcileReport_descriptor,
-        new java.lang.String[] { "ReconcileTime", "Duration", "Clean", "ManifestRebuilt", "FileCount", "RowCount", "PartialDeletedCount", "AdoptedCount", "QuarantinedCount", "RowDeletedCount", "OtherLayoutDeletedCount", "UnknownFileCount", "RestampedCount", "UnencryptedBlockCount", });
+        new java.lang.String[] { "ReconcileTime", "Duration", "Clean", "ManifestRebuilt", "FileCount", "RowCount", "PartialDeletedCount", "AdoptedCount", "QuarantinedCount", "RowDeletedCount", "OtherLayoutDeletedCount", "UnknownFileCount", "RestampedCount", "UnencryptedBlockCount", "ChangedCode", });
     com.google.protobuf.DurationProto.getDescriptor();
     com.google.protobuf.TimestampProto.getDescriptor();
     dev.icehouse.v1.UsageOuterClass.getDescriptor();

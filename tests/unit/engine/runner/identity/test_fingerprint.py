@@ -17,7 +17,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterDigest, AdapterName
 from icehouse_server.domain.model import AdapterInfo
-from icehouse_server.engine.runner.fingerprint import (
+from icehouse_server.engine.runner.identity.fingerprint import (
     ModelFingerprint,
     adapter_digest,
     model_fingerprint,
