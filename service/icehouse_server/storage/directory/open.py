@@ -80,11 +80,7 @@ def open_store(
         manifest.add_fingerprint(
             settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
         )
-        quarantined = {
-            block_hash: info.size_bytes
-            for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
-            if (block_hash := parse_block_name(info.name)) is not None
-        }
+        quarantined = _quarantined(files, paths)
     except BaseException:
         manifest.close(checkpoint=False)
         raise
@@ -107,6 +103,15 @@ def open_store(
         changed_code=_changed_code(settings, manifest, records),
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _quarantined(files: Files, paths: StorePaths) -> dict[BlockHash, int]:
+    """Return the bytes of what is set aside, by hash, oldest first."""
+    return {
+        block_hash: info.size_bytes
+        for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
+        if (block_hash := parse_block_name(info.name)) is not None
+    }
 
 
 def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:

@@ -160,8 +160,8 @@ class StorageLoop:
                 "code_changed",
                 extra={
                     "modules": list(report.changed_code),
-                    "detail": "blocks were computed by other code than this model has now; they are not used, "
-                    "and are there again with that code",
+                    "detail": "the model's blocks were computed by other code than it has now; they are not "
+                    "used, and are there again with that code",
                 },
             )
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())

@@ -114,14 +114,17 @@ def model_fingerprint(
         **{CODE_DETAIL + name: digest for name, digest in code.digests.items()},
     }
     if book is None:
-        sampled = Fingerprint(hashlib.sha256(_SAMPLED_TAG + _canonical(facts)).digest())
-        return ModelFingerprint(sampled, details, code)
+        return ModelFingerprint(_fingerprint(_SAMPLED_TAG, facts), details, code)
     whole = functools.partial(_whole_digest, book=book)
     facts["shards"] = sorted(whole(shard) for shard in shards)
     facts["adapter"] = _adapter_facts(adapter_dir, whole)
     book.save()
-    value = Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest())
-    return ModelFingerprint(value, {**details, "weights": _digest(facts["shards"])[:12]}, code)
+    details["weights"] = _digest(facts["shards"])[:12]
+    return ModelFingerprint(_fingerprint(_TAG, facts), details, code)
+
+
+def _fingerprint(tag: bytes, facts: dict[str, Any]) -> Fingerprint:
+    return Fingerprint(hashlib.sha256(tag + _canonical(facts)).digest())
 
 
 def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> str:

@@ -1,9 +1,10 @@
 """Code that a model's KV is computed by, as digests by module: blocks outlive a change of none of it.
 
-- *The model's own.* Its architecture's module whole, and of mlx-lm or mlx-vlm what that reaches: base classes,
-  RoPE, switch layers, the cache classes it asks for. By statements, not by modules: each release of mlx-lm
-  changes `cache.py` or `utils.py` somewhere, so with whole modules each made every architecture cold. As it
-  is, of 123 architectures 53 changed from 0.32.0 to 0.32.1, of 124 6 from there to 0.32.2.
+- *The model's own.* Its architecture's module whole, and of mlx-lm or mlx-vlm what that reaches: base
+  classes, RoPE, switch layers, the cache classes it asks for. By statements, not by modules: nearly every
+  release of mlx-lm changes `cache.py` or `base.py` somewhere, and whole modules would make every architecture
+  cold each time. As it is, none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from
+  there to 0.32.2.
 - *What loads it*, where that computes weights (a format of quantization other than MLX's own; LoRA layers).
   For MLX's own weights it only lays arrays where their names say, and refuses shapes that do not fit.
 - *MLX*: its release and its layers in Python. What a release changed in the compiled library nobody can see
@@ -22,15 +23,17 @@ import dataclasses
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
+from icehouse_server.engine.kv_cache.cache_classes import CACHE_CLASSES
 from icehouse_server.engine.runner.identity.reach import Reach
 from icehouse_server.engine.runner.identity.source import (
+    EVERY_NAME,
     Import,
     Source,
     Stamp,
@@ -58,18 +61,16 @@ _SEAM: Final = (
     Import("mlx_lm.models.cache", "make_prompt_cache"),
 )
 """What our own pass takes from mlx-lm for every model."""
-_CACHES: Final = ("ArraysCache", "CacheList", "ChunkedKVCache", "KVCache", "RotatingKVCache")
-"""Classes of mlx-lm that stand in for mlx-vlm's own."""
+_CACHES: Final = tuple(
+    Import(kind.__module__, kind.__name__) for kind in CACHE_CLASSES if kind.__module__.startswith("mlx_lm.")
+)
 _ADAPTERS: Final = Import("mlx_lm.tuner.utils", "load_adapters")
 _NOT_FOLLOWED: Final = (
     # They choose the module, which is known.
     Import("mlx_lm.utils", "_get_classes"),
     Import("mlx_vlm.utils", "get_model_and_args"),
     # Caches of several rows, which are never made here.
-    Import("mlx_lm.models.cache", "BatchKVCache"),
-    Import("mlx_lm.models.cache", "BatchRotatingKVCache"),
-    Import("mlx_vlm.models.cache", "BatchKVCache"),
-    Import("mlx_vlm.models.cache", "BatchRotatingKVCache"),
+    *(Import(f"{package}.models.cache", f"Batch{kind.name}") for package in _PACKAGES for kind in _CACHES),
 )
 
 
@@ -81,23 +82,28 @@ class KvCode:
     """By module. "mlx" is its release and "icehouse" our number, as they are."""
     stamps: Mapping[str, Stamp]
     """Of the files of modules, when they were read."""
+    names: frozenset[Import]
+    """What was read of mlx-lm and mlx-vlm."""
 
     def check(self, classes: Iterable[type]) -> None:
         """Hold what was read against what runs: a model is loaded, made of these classes.
 
         Raises ModelError where a file is another by now, as when something is installed while the server
-        starts, or where a class is of a module that was not read.
+        starts, or where a class was not read.
         """
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
             raise _changed(changed)
-        homes = {home.__module__ for home in classes if home.__module__.partition(".")[0] in _PACKAGES}
-        if unread := sorted(homes - self.digests.keys()):
+        unread = sorted({f"{run.module}.{run.name}" for run in _homes(classes) if not self._has(run)})
+        if unread:
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"the model has layers of {', '.join(unread)}, whose code its fingerprint does not hold, so "
+                f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
                 "blocks might outlive a change of it; serve it without an SSD tier, and report this",
             )
+
+    def _has(self, run: Import) -> bool:
+        return run in self.names or Import(run.module, EVERY_NAME) in self.names
 
 
 def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) -> KvCode:
@@ -122,7 +128,8 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
     early = [name for name in stamps if name in _EARLY and stamps[name] != _EARLY[name]]
     if early:
         raise _changed(early)
-    return KvCode({**digests, "mlx": str(vars(mx)["__version__"]), "icehouse": str(OWN_VERSION)}, stamps)
+    digests |= {"mlx": str(vars(mx)["__version__"]), "icehouse": str(OWN_VERSION)}
+    return KvCode(digests, stamps, reach.names())
 
 
 def adapter_code_digest() -> str:
@@ -135,12 +142,20 @@ def adapter_code_digest() -> str:
     return digest_of(f"{name}={digest}" for name, digest in reach.digests().items())
 
 
+def _homes(classes: Iterable[type]) -> Iterator[Import]:
+    """Yield where classes, and those that they are made from, are written, as far as it is followed."""
+    for base in {base for run in classes for base in run.__mro__}:
+        if base.__module__.partition(".")[0] in _PACKAGES:
+            yield Import(base.__module__, base.__qualname__.partition(".")[0])
+
+
 def _roots(model_dir: Path, config: Mapping[str, Any]) -> list[Import]:
     roots = list(_SEAM)
     is_foreign = _is_foreign(model_dir, config)
     if mlx_vlm.is_used(model_dir, dict(config)):
         kind = str(config["model_type"]).lower().replace("-", "_")
-        roots += [Import("mlx_lm.models.cache", name) for name in _CACHES]
+        # Those of mlx-lm stand in for mlx-vlm's own.
+        roots += _CACHES
         roots += [Import(f"mlx_vlm.models.{kind}"), Import("mlx_vlm.models.cache", "make_prompt_cache")]
         roots += [Import("mlx_vlm.utils", "load_model")] if is_foreign else []
     else:
@@ -215,8 +230,8 @@ def _files_digest(root: Path, paths: Iterable[Path]) -> str:
 def _changed(names: Iterable[str]) -> ModelError:
     return ModelError(
         Reason.MODEL_INVALID,
-        f"{', '.join(names)} changed while the server started, so what runs may be neither the old code nor the "
-        "new; start it again",
+        f"{', '.join(names)} changed while the server started, so what runs may be neither the old code nor "
+        "the new; start it again",
     )
 
 

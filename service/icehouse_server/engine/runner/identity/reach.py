@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from icehouse_server.engine.runner.identity.source import (
+    EVERY_NAME,
     Import,
     Source,
     Stamp,
@@ -57,6 +58,15 @@ class Reach:
                 found[name] = digest_of(texts)
         return found
 
+    def names(self) -> frozenset[Import]:
+        """Return what the reached statements bind."""
+        return frozenset(
+            Import(module, name)
+            for module, statements in self._statements.items()
+            for statement in statements
+            for name in statement.binds
+        )
+
     def stamps(self) -> dict[str, Stamp]:
         """Return what the files of the reached modules were when they were read."""
         sources = {name: self._sources[name] for name in self._statements}
@@ -74,9 +84,9 @@ class Reach:
         if source.name not in self._statements:
             self._statements[source.name], self._imports[source.name] = set(), set()
             found += self._add(source, [s for s in source.statements if s.is_effect])
-        if name in ("", "*"):
+        if name in ("", EVERY_NAME):
             found += self._add(source, source.statements)
-            if source.is_package or name == "*":
+            if source.is_package or name == EVERY_NAME:
                 # What a package hands on; `import a.b` is there for its effects.
                 found += [Import(source.name, bound) for bound, target in source.imports if target.name]
             return found
@@ -87,7 +97,7 @@ class Reach:
             return found + self._add(source, bound) + imported
         if source.is_package and self._source(f"{source.name}.{name}") is not None:
             return [*found, Import(f"{source.name}.{name}")]
-        stars = [Import(target.module, name) for _, target in source.imports if target.name == "*"]
+        stars = [Import(target.module, name) for _, target in source.imports if target.name == EVERY_NAME]
         lazy = [s for s in source.statements if "__getattr__" in s.binds]
         return found + stars + self._add(source, lazy)
 

@@ -21,7 +21,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import CodeType
-from typing import Any
+from typing import Any, Final
+
+EVERY_NAME: Final = "*"
 
 
 class UnreadableSource(Exception):
@@ -44,7 +46,7 @@ class Stamp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Import:
-    """A name of a module, or the module itself where the name is ""; "*" is every name."""
+    """A name of a module, or the module itself where the name is ""; `EVERY_NAME` is each it has."""
 
     module: str
     name: str = ""
@@ -71,7 +73,7 @@ class Source:
     is_package: bool
     statements: tuple[Statement, ...]
     imports: tuple[tuple[str, Import], ...]
-    """With the names that they bind, "*" of those that bind whatever a module has."""
+    """With the names that they bind."""
     stamp: Stamp | None
     """None of a module that has no file of its own."""
 
@@ -221,7 +223,7 @@ def _compiled(code: CodeType, package: str) -> Statement:
         for name in names or ("",)
     ]
     digest = hashlib.sha256("\n".join(map(_code_text, _codes(code))).encode("utf-8", "surrogatepass"))
-    return Statement(digest.hexdigest(), frozenset(), True, frozenset(), tuple(imports))
+    return Statement(digest.hexdigest(), frozenset({EVERY_NAME}), True, frozenset(), tuple(imports))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
