@@ -139,7 +139,7 @@ class CacheServer:
                 post=self._take,
             )
         settings = PrefixSettings(
-            fingerprint=fingerprint.value,
+            fingerprint=storage_changes.get("fingerprint", fingerprint.value),
             block_token_count=BLOCK,
             is_enabled=is_enabled,
             ram_limit_bytes=ram_bytes,

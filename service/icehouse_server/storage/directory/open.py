@@ -139,7 +139,7 @@ def _changed_code(
         return ()
     for fingerprint in stored:
         other = known[fingerprint]
-        if _without_code(other) == _without_code(own):
+        if _without_code(other).items() <= own.items():
             names = {name for name in {*own, *other} if own.get(name) != other.get(name)}
             if len(_without_code(other)) == len(other):
                 return (UNRECORDED_CODE,)

@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -123,7 +124,7 @@ def source_of(spec: ModuleSpec) -> Source:
     try:
         code = loader.get_code(spec.name)
         text = loader.get_source(spec.name)
-        if text is not None and code == compile(text, spec.origin, "exec", dont_inherit=True):
+        if text is not None and code == _as_compiled(text, spec.origin):
             statements, imports = _read(ast.parse(text), text, package_of(spec))
             return Source(spec.name, is_package, statements, imports, stamp)
         if code is None:
@@ -131,6 +132,13 @@ def source_of(spec: ModuleSpec) -> Source:
     except (AttributeError, ImportError, OSError, SyntaxError, ValueError, EOFError) as error:
         raise UnreadableSource(f"{spec.name} in {spec.origin} cannot be read: {error}") from error
     return Source(spec.name, is_package, (_compiled(code, package_of(spec)),), (), stamp)
+
+
+def _as_compiled(text: str, path: str) -> CodeType:
+    with warnings.catch_warnings():
+        # Who wrote it is told by an import, if anybody.
+        warnings.simplefilter("ignore")
+        return compile(text, path, "exec", dont_inherit=True)
 
 
 def package_of(spec: ModuleSpec) -> str:
