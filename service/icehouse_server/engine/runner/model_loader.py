@@ -25,6 +25,7 @@ from icehouse_server.engine.core.memory_model import (
     keeps_scores,
 )
 from icehouse_server.engine.kv_cache import caches as kv_caches
+from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
@@ -169,7 +170,8 @@ def load(source: ModelSource) -> LoadedModel:
             f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
         ) from error
     if source.code is not None:
-        source.code.check({type(layer) for part in parts for layer in part.modules()})
+        caches = leaves(kv_caches.make_caches(model))
+        source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
 
 
