@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
-from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
-from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fingerprint
+from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
-from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.encryption.aes_gcm import Cipher
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -74,7 +66,6 @@ def build_cache_parts(
     fingerprint: ModelFingerprint,
     *,
     adapters: Sequence[AdapterSource],
-    digests: DigestBook | None,
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
@@ -86,7 +77,7 @@ def build_cache_parts(
     has_storage = config.enabled and config.ssd_enabled
     cipher = open_cipher(config, files) if has_storage else None
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
-    filed_as = _filed_as(fingerprint, config, cipher=cipher, digests=digests)
+    filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
     details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
     settings = PrefixSettings(
         fingerprint=filed_as,
@@ -130,26 +121,6 @@ def build_cache_parts(
         adopt_budget_s=config.adopt_budget_ms / 1000,
         storage=storage,
     )
-
-
-def _filed_as(
-    fingerprint: ModelFingerprint,
-    config: CacheConfig,
-    *,
-    cipher: Cipher | None,
-    digests: DigestBook | None,
-) -> Fingerprint:
-    """Return what the model's blocks are filed under: as an older version did where it left some of them."""
-    value, sampled = (
-        encrypted_fingerprint(name, cipher.key_id) if cipher else name
-        for name in (fingerprint.value, fingerprint.sampled)
-    )
-    if digests is None:
-        return value
-    has_older = os.path.isdir(StorePaths(str(config.block_directory.absolute())).folder(sampled))
-    is_claimed = has_older and digests.claim(sampled, value)
-    digests.save()
-    return sampled if is_claimed else value
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:

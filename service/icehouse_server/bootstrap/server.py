@@ -22,8 +22,8 @@ from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
-from icehouse_server.engine.runner.fingerprint import adapter_digest
 from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,
     ModelSource,
@@ -88,6 +88,8 @@ def build_server(
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
+    if digests is not None:
+        source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
     runner = ModelRunner(
@@ -104,7 +106,6 @@ def build_server(
         config.tenant,
         fingerprint,
         adapters=source.adapters,
-        digests=digests,
         clock=clock,
         post=telemetry.watching(mailbox.post),
     )

@@ -193,6 +193,9 @@ class DiskStats:
     """What the disk does not answer at present; empty while it answers."""
 
 
+UNRECORDED_CODE = "unrecorded"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReconcileReport:
     """What was found and repaired when the directory was opened."""
@@ -218,6 +221,9 @@ class ReconcileReport:
     """Files whose modification time had changed but nothing else."""
     unencrypted_block_count: int = 0
     """Blocks in the clear, of whatever model, in a directory that is served with a key."""
+    changed_code: tuple[str, ...] = ()
+    """Where the model has no block yet: the modules by whose code alone its blocks of before are another
+    model's, `UNRECORDED_CODE` where those are of a version that did not keep digests of code."""
 
     @property
     def repair_count(self) -> int:

@@ -3,9 +3,6 @@
 What a file system says of a file (inode, size, times of its content and of its inode) stands for its
 bytes only while all of it is the same: writing into a file changes the last of these, which nobody can
 set back. So weights are read once, when they are new, and a start after that looks at four numbers.
-
-Also kept: which model the blocks of an older version's directory belong to (`claim`). That version
-named a model by samples of its weights, and its blocks bear that name.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.files import Files, read_text
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.time_limit import in_time
@@ -48,7 +44,6 @@ class DigestBook:
         self._files = files
         self._clock = clock
         self._digests: dict[_Stamp, str] = {}
-        self._claims: dict[str, str] = {}
         self._is_changed = False
         self.read_bytes = 0
         """Read of weight files since this book was opened."""
@@ -68,14 +63,6 @@ class DigestBook:
         self._digests[stamp] = known
         return known
 
-    def claim(self, sampled: Fingerprint, whole: Fingerprint) -> bool:
-        """Say whether the blocks that an older version filed under `sampled` are this model's.
-
-        They are the model's that asks first: nobody can tell any more what the weights were then.
-        """
-        self._is_changed = self._is_changed or sampled.hex() not in self._claims
-        return self._claims.setdefault(sampled.hex(), whole.hex()) == whole.hex()
-
     def save(self) -> None:
         """Write what was learned; a disk that refuses costs the next start the same reading again."""
         if not self._is_changed:
@@ -85,7 +72,6 @@ class DigestBook:
             {
                 "format": _FORMAT,
                 "files": [[*stamp, digest] for stamp, digest in kept],
-                "claims": self._claims,
             }
         )
         try:
@@ -118,7 +104,6 @@ class DigestBook:
                 (int(item[0]), int(item[1]), int(item[2]), int(item[3])): str(item[4])
                 for item in document["files"]
             }
-            self._claims = {str(key): str(value) for key, value in document["claims"].items()}
         except FileNotFoundError:
             return
         except (

@@ -22,7 +22,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.fingerprint import model_fingerprint
+from icehouse_server.engine.runner.identity.fingerprint import model_fingerprint
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
@@ -139,7 +139,7 @@ class CacheServer:
                 post=self._take,
             )
         settings = PrefixSettings(
-            fingerprint=fingerprint.value,
+            fingerprint=storage_changes.get("fingerprint", fingerprint.value),
             block_token_count=BLOCK,
             is_enabled=is_enabled,
             ram_limit_bytes=ram_bytes,

@@ -1,4 +1,4 @@
-"""A cache directory that an older server left opens warm: its blocks are found, believed and reused.
+"""A cache directory that an older server left opens as it is, and its blocks are still blocks.
 
 `cache_21d6055.tar.gz` was written by the server of that commit, before the import package was renamed: a
 tiny llama in float16 (`tests.fixtures.models`), blocks of 16 tokens, one prompt of 40 tokens, greedy. The
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from typing import Any
 import pytest
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.cache_stats import UNRECORDED_CODE
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.whole_server import whole_server
+from tests.system.cache.server import CacheServer
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN: dict[str, Any] = json.loads((FOLDER / "cache_21d6055.json").read_text(encoding="utf-8"))
@@ -70,7 +71,10 @@ def test_every_row_has_its_file_and_every_block_is_whole(directory: Path) -> Non
 
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["as it was left", "its mark of a clean end lost"])
-async def test_todays_server_goes_on_from_it(tmp_path: Path, directory: Path, is_marked: bool) -> None:
+async def test_todays_server_opens_it_and_begins_cold_beside_it(
+    tmp_path: Path, directory: Path, is_marked: bool
+) -> None:
+    """Which code computed these blocks nobody knows any more, so they are kept and not used."""
     if not is_marked:
         (directory / "clean.json").unlink()
     asked = pb.GenerateRequest(max_output_tokens=len(GOLDEN["output_token_ids"]))
@@ -88,44 +92,21 @@ async def test_todays_server_goes_on_from_it(tmp_path: Path, directory: Path, is
     report = opened.last_reconcile
     assert (report.clean, report.manifest_rebuilt) == (is_marked, False)
     assert {name: getattr(report, name) for name in REPAIRS} == dict.fromkeys(REPAIRS, 0)
-    assert report.row_count == len(GOLDEN["sha256"])
-    # All of the prompt but its last token, which is computed to draw from.
-    assert answer.usage.ssd_tokens == answer.usage.cached_tokens == len(GOLDEN["prompt_token_ids"]) - 1
-    assert list(answer.token_ids) == GOLDEN["output_token_ids"]
-    assert GOLDEN["sha256"].items() <= digests(directory).items(), "a block was written anew"
+    assert report.row_count == opened.disk.other_model_block_count == len(GOLDEN["sha256"])
+    assert list(report.changed_code) == [UNRECORDED_CODE]
+    assert (answer.usage.cached_tokens, list(answer.token_ids)) == (0, GOLDEN["output_token_ids"])
+    assert GOLDEN["sha256"].items() <= digests(directory).items(), "a block is gone or was written anew"
 
 
-def flip_one_bit(path: Path) -> None:
-    """Change the lowest bit of a weight that no sample covers; size and time stay as they were."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        head_bytes = int.from_bytes(file.read(8), "little")
-        head = json.loads(file.read(head_bytes))
-        ranges = [entry["data_offsets"] for name, entry in head.items() if name != "__metadata__"]
-        # Smaller ones were read whole by the old version too.
-        large = min(start for start, stop in ranges if stop - start > 4096)
-        file.seek(8 + head_bytes + large)
-        (number,) = struct.unpack("<H", file.read(2))
-        file.seek(8 + head_bytes + large)
-        file.write(struct.pack("<H", number ^ 1))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-async def test_its_blocks_are_those_of_the_weights_that_opened_it(tmp_path: Path, directory: Path) -> None:
-    """The old version told models apart by samples; one float changed since does not get these blocks."""
+def test_its_blocks_are_found_believed_and_reused(tmp_path: Path, directory: Path) -> None:
+    """By a server whose model is called what it was called then."""
+    (name,) = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).rows().fingerprints
     model = tiny_model_dir(tmp_path, "llama", "float16")
-    weights = next(iter(model.glob("model*.safetensors")))
-    asked = pb.GenerateRequest(max_output_tokens=len(GOLDEN["output_token_ids"]))
-    asked.tokens.ids.extend(GOLDEN["prompt_token_ids"])
-    settings: dict[str, Any] = {
-        "model__dtype": "float16",
-        "cache__block_token_count": 16,
-        "cache__min_prefix_token_count": 0,
-    }
-    known = []
-    for changes in (False, True, True):
-        if changes:
-            flip_one_bit(weights)
-        async with whole_server(model, directory, **settings) as served:
-            known.append((await served.inference.Generate(asked)).usage.ssd_tokens)
-    assert known == [len(GOLDEN["prompt_token_ids"]) - 1, 0, len(GOLDEN["prompt_token_ids"]) - 1]
+    with CacheServer(model, directory, fingerprint=name) as served:
+        answer = served.ask(
+            "warm", GOLDEN["prompt_token_ids"], max_output_tokens=len(GOLDEN["output_token_ids"])
+        )
+    # All of the prompt but its last token, which is computed to draw from.
+    assert answer.cache.ssd_token_count == len(GOLDEN["prompt_token_ids"]) - 1
+    assert answer.tokens == GOLDEN["output_token_ids"]
+    assert GOLDEN["sha256"].items() <= digests(directory).items(), "a block was written anew"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.clock import SystemClock
-from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage import digests
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import SystemFiles
@@ -109,15 +108,6 @@ def test_a_directory_that_refuses_costs_a_reading_and_no_start(tmp_path: Path) -
     refused = book(tmp_path)
     refused.digest(write(tmp_path / "weights", b"w" * 100))
     refused.save()
-
-
-def test_an_older_versions_blocks_belong_to_who_asks_first(tmp_path: Path) -> None:
-    sampled, one, two = (Fingerprint(bytes([n]) * 32) for n in range(3))
-    first = book(tmp_path)
-    assert first.claim(sampled, one) and not first.claim(sampled, two)
-    first.save()
-    again = book(tmp_path)
-    assert not again.claim(sampled, two) and again.claim(sampled, one)
 
 
 def test_only_so_many_files_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

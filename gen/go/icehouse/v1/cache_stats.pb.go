@@ -1169,8 +1169,13 @@ type CacheReconcileReport struct {
 	// Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
 	// removes them.
 	UnencryptedBlockCount int64 `protobuf:"varint,14,opt,name=unencrypted_block_count,json=unencryptedBlockCount,proto3" json:"unencrypted_block_count,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+	// such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+	// found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+	// Empty when the model had blocks.
+	ChangedCode   []string `protobuf:"bytes,15,rep,name=changed_code,json=changedCode,proto3" json:"changed_code,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CacheReconcileReport) Reset() {
@@ -1301,6 +1306,13 @@ func (x *CacheReconcileReport) GetUnencryptedBlockCount() int64 {
 	return 0
 }
 
+func (x *CacheReconcileReport) GetChangedCode() []string {
+	if x != nil {
+		return x.ChangedCode
+	}
+	return nil
+}
+
 var File_icehouse_v1_cache_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
@@ -1411,7 +1423,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\x12\x1c\n" +
 	"\tencrypted\x18\b \x01(\bR\tencrypted\x12\x1f\n" +
 	"\vhang_detail\x18\t \x01(\tR\n" +
-	"hangDetail\"\x8b\x05\n" +
+	"hangDetail\"\xae\x05\n" +
 	"\x14CacheReconcileReport\x12A\n" +
 	"\x0ereconcile_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\rreconcileTime\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\x12\x14\n" +
@@ -1428,7 +1440,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x1aother_layout_deleted_count\x18\v \x01(\x03R\x17otherLayoutDeletedCount\x12,\n" +
 	"\x12unknown_file_count\x18\f \x01(\x03R\x10unknownFileCount\x12'\n" +
 	"\x0frestamped_count\x18\r \x01(\x03R\x0erestampedCount\x126\n" +
-	"\x17unencrypted_block_count\x18\x0e \x01(\x03R\x15unencryptedBlockCount*\xde\x02\n" +
+	"\x17unencrypted_block_count\x18\x0e \x01(\x03R\x15unencryptedBlockCount\x12!\n" +
+	"\fchanged_code\x18\x0f \x03(\tR\vchangedCode*\xde\x02\n" +
 	"\x0eSpillDropCause\x12 \n" +
 	"\x1cSPILL_DROP_CAUSE_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aSPILL_DROP_CAUSE_NO_CREDIT\x10\x01\x12!\n" +

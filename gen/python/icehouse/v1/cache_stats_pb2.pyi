@@ -600,6 +600,7 @@ class CacheReconcileReport(_message.Message):
     UNKNOWN_FILE_COUNT_FIELD_NUMBER: _builtins.int
     RESTAMPED_COUNT_FIELD_NUMBER: _builtins.int
     UNENCRYPTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CHANGED_CODE_FIELD_NUMBER: _builtins.int
     clean: _builtins.bool
     """Whether the last stop was clean, so that files were not walked one by one."""
     manifest_rebuilt: _builtins.bool
@@ -636,6 +637,14 @@ class CacheReconcileReport(_message.Message):
     def duration(self) -> _duration_pb2.Duration:
         """How long it took."""
 
+    @_builtins.property
+    def changed_code(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+        such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+        found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+        Empty when the model had blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -653,10 +662,11 @@ class CacheReconcileReport(_message.Message):
         unknown_file_count: _builtins.int = ...,
         restamped_count: _builtins.int = ...,
         unencrypted_block_count: _builtins.int = ...,
+        changed_code: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "reconcile_time", b"reconcile_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_count", b"adopted_count", "clean", b"clean", "duration", b"duration", "file_count", b"file_count", "manifest_rebuilt", b"manifest_rebuilt", "other_layout_deleted_count", b"other_layout_deleted_count", "partial_deleted_count", b"partial_deleted_count", "quarantined_count", b"quarantined_count", "reconcile_time", b"reconcile_time", "restamped_count", b"restamped_count", "row_count", b"row_count", "row_deleted_count", b"row_deleted_count", "unencrypted_block_count", b"unencrypted_block_count", "unknown_file_count", b"unknown_file_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_count", b"adopted_count", "changed_code", b"changed_code", "clean", b"clean", "duration", b"duration", "file_count", b"file_count", "manifest_rebuilt", b"manifest_rebuilt", "other_layout_deleted_count", b"other_layout_deleted_count", "partial_deleted_count", b"partial_deleted_count", "quarantined_count", b"quarantined_count", "reconcile_time", b"reconcile_time", "restamped_count", b"restamped_count", "row_count", b"row_count", "row_deleted_count", b"row_deleted_count", "unencrypted_block_count", b"unencrypted_block_count", "unknown_file_count", b"unknown_file_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,7 @@ def inspect(
     record = store.find(block)
     file = store.inspect(record)
     facts = record_facts(record)
+    model = facts["model"] = dict(store.rows().fingerprints.get(record.fingerprint, {}))
     facts["path"] = store.paths.block(record.fingerprint, record.hash)
     facts["regions"] = [
         {
@@ -108,8 +109,10 @@ def inspect(
         print_json(facts)
         return
     for key, value in facts.items():
-        if key != "regions":
+        if key not in ("regions", "model"):
             out.print(f"{key:20} {fact_text(key, value)}", markup=False)
+    for key, value in model.items():
+        out.print(f"model: {key}  {value}", markup=False)
     for region in file.regions:
         out.print(f"region {region.kind}: {size_text(region.size_bytes)}, xxh3 {region.checksum:016x}")
         for tensor in region.tensors:

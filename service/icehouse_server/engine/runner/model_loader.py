@@ -25,7 +25,9 @@ from icehouse_server.engine.core.memory_model import (
     keeps_scores,
 )
 from icehouse_server.engine.kv_cache import caches as kv_caches
+from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
 from icehouse_server.errors import ModelError, Reason, extra_command
@@ -63,6 +65,8 @@ class ModelSource:
     """Adapters that requests may choose."""
     context_token_limit: int | None = None
     trust_remote_code: bool = False
+    code: KvCode | None = None
+    """What the fingerprint holds of the code that computes KV; None where no block outlives the process."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -165,6 +169,9 @@ def load(source: ModelSource) -> LoadedModel:
             Reason.MODEL_INVALID,
             f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
         ) from error
+    if source.code is not None:
+        caches = leaves(kv_caches.make_caches(model))
+        source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
 
 

@@ -26,7 +26,6 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.forward import (
     Attention,
     Features,
@@ -41,6 +40,7 @@ from icehouse_server.engine.runner.forward import (
 from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
 from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
+from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures

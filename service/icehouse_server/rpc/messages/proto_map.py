@@ -1,8 +1,8 @@
 """Map between dataclasses of counters and their protobuf messages, both ways, by name. Pure functions.
 
 `_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp, an enum
-goes by its members' names, what is None stays absent; dataclasses and tuples of them are messages and
-repeated ones. The few exceptions are listed; a test holds both sides to the same fields.
+goes by its members' names, what is None stays absent; dataclasses are messages, tuples are
+repeated fields. The few exceptions are listed; a test holds both sides to the same fields.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def fill(message: M, value: Any) -> M:
         item, field = getattr(value, name), message.DESCRIPTOR.fields_by_name[proto_name]
         if item is None:
             continue
-        if isinstance(item, tuple):
+        if isinstance(item, tuple) and field.message_type is None:
+            getattr(message, proto_name).extend(item)
+        elif isinstance(item, tuple):
             for each in item:
                 fill(getattr(message, proto_name).add(), each)
         elif dataclasses.is_dataclass(item):
@@ -99,7 +101,7 @@ def from_proto(message: Message, kind: type[D]) -> D:
 def _read(message: Message, name: str, hint: Any) -> Any:
     field, item = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
     if field.is_repeated:
-        return tuple(_known(item, typing.get_args(hint)[0]))
+        return tuple(item if field.message_type is None else _known(item, typing.get_args(hint)[0]))
     if type(None) in typing.get_args(hint):
         if not message.HasField(name):
             return None

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.cache_stats import ReconcileReport
+from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.directory.lock import snapshot, take_mark
 from icehouse_server.storage.directory.manifest import Manifest
@@ -21,7 +21,7 @@ from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths, parse_block_name
 from icehouse_server.storage.record import BlockRecord
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.settings import CODE_DETAIL, StorageSettings
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
@@ -80,11 +80,7 @@ def open_store(
         manifest.add_fingerprint(
             settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
         )
-        quarantined = {
-            block_hash: info.size_bytes
-            for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
-            if (block_hash := parse_block_name(info.name)) is not None
-        }
+        quarantined = _quarantined(files, paths)
     except BaseException:
         manifest.close(checkpoint=False)
         raise
@@ -104,8 +100,18 @@ def open_store(
         unknown_file_count=counts[Finding.UNKNOWN],
         restamped_count=counts[Finding.RESTAMPED],
         unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
+        changed_code=_changed_code(settings, manifest, records),
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _quarantined(files: Files, paths: StorePaths) -> dict[BlockHash, int]:
+    """Return the bytes of what is set aside, by hash, oldest first."""
+    return {
+        block_hash: info.size_bytes
+        for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
+        if (block_hash := parse_block_name(info.name)) is not None
+    }
 
 
 def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
@@ -120,6 +126,29 @@ def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> in
     """Return how many blocks were written before there was a key."""
     encrypted = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
     return sum(record.fingerprint not in encrypted for record in records)
+
+
+def _changed_code(
+    settings: StorageSettings, manifest: Manifest, records: Sequence[BlockRecord]
+) -> tuple[str, ...]:
+    """Say which code is another than that of the newest blocks that are this model's but for code."""
+    known = manifest.fingerprints()
+    own = dict(settings.fingerprint_details)
+    stored = dict.fromkeys(record.fingerprint for record in reversed(records))
+    if settings.fingerprint in stored:
+        return ()
+    for fingerprint in stored:
+        other = known[fingerprint]
+        if _without_code(other).items() <= own.items():
+            names = {name for name in {*own, *other} if own.get(name) != other.get(name)}
+            if len(_without_code(other)) == len(other):
+                return (UNRECORDED_CODE,)
+            return tuple(sorted(name.removeprefix(CODE_DETAIL) for name in names))
+    return ()
+
+
+def _without_code(details: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in details.items() if not name.startswith(CODE_DETAIL)}
 
 
 def _matches_mark(files: Files, paths: StorePaths) -> bool:

@@ -177,6 +177,15 @@ class StorageLoop:
                     "icehouse cache purge --unencrypted",
                 },
             )
+        if report.changed_code:
+            _log.warning(
+                "code_changed",
+                extra={
+                    "modules": list(report.changed_code),
+                    "detail": "the model's blocks were computed by other code than it has now; they are not "
+                    "used, and are there again with that code",
+                },
+            )
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._state.open()
         self._begin_inventory()

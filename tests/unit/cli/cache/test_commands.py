@@ -50,6 +50,9 @@ def test_inspect_names_regions_and_keeps_the_prompt_to_itself(directory):
     facts = json.loads(text)
     assert code == 0 and "token_ids" not in facts
     assert [region["kind"] for region in facts["regions"]] == ["kv", "window", "checkpoint"]
+    assert facts["model"] == {"architecture": "test"}
+    _, for_people = run("inspect", block.header.hash.hex()[:12], "--cache-directory", directory)
+    assert "model: architecture  test" in for_people
     _, text = run(
         "inspect", block.header.hash.hex(), "--cache-directory", directory, "--json", "--show-tokens"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
-from icehouse_server.domain.cache_stats import IntegrityStats, SpillDropCause
+from icehouse_server.domain.cache_stats import UNRECORDED_CODE, IntegrityStats, SpillDropCause
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded, LoadFailed
@@ -316,6 +316,32 @@ def test_two_fingerprints_share_a_directory_and_never_meet(tmp_path):
     with StorageThread(tmp_path) as served:
         assert [record.hash for record in served.take()[0].records] == [mine.header.hash]
         assert served.path(mine) != served.path(theirs)
+
+
+OF_OTHER_CODE = [
+    pytest.param({"code a": "1", "code b": "2"}, ("b",), id="a module changed"),
+    pytest.param({"code a": "1", "code c": "2"}, ("b", "c"), id="one came and one went"),
+    pytest.param({}, (UNRECORDED_CODE,), id="a version that kept none"),
+    pytest.param({"code a": "1", "code b": "2", "weights": "w"}, (), id="another model"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "changed"), OF_OTHER_CODE)
+def test_a_model_that_begins_cold_for_its_code_alone_is_told_which(tmp_path, theirs, changed, caplog):
+    facts = {"architecture": "test"}
+    with StorageThread(
+        tmp_path, fingerprint=OTHER_FINGERPRINT, fingerprint_details=tuple({**facts, **theirs}.items())
+    ) as served:
+        served.spill(make_block(seed=1, fingerprint=OTHER_FINGERPRINT))
+    own = tuple({**facts, "code a": "1", "code b": "1"}.items())
+    with StorageThread(tmp_path, fingerprint_details=own) as served:
+        assert served.stats().last_reconcile.changed_code == changed
+        served.spill(make_block(seed=1))
+    assert [record.modules for record in caplog.records if record.msg == "code_changed"] == (
+        [list(changed)] if changed else []
+    )
+    with StorageThread(tmp_path, fingerprint_details=own) as served:
+        assert served.stats().last_reconcile.changed_code == (), "it has blocks of its own by now"
 
 
 def test_real_threads(tmp_path):

@@ -21,6 +21,8 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private CacheReconcileReport() {
+    changedCode_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
   }
 
   @java.lang.Override
@@ -302,6 +304,71 @@ private static final long serialVersionUID = 0L;
     return unencryptedBlockCount_;
   }
 
+  public static final int CHANGED_CODE_FIELD_NUMBER = 15;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.LazyStringArrayList changedCode_ =
+      com.google.protobuf.LazyStringArrayList.emptyList();
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @return A list containing the changedCode.
+   */
+  public com.google.protobuf.ProtocolStringList
+      getChangedCodeList() {
+    return changedCode_;
+  }
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @return The count of changedCode.
+   */
+  public int getChangedCodeCount() {
+    return changedCode_.size();
+  }
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @param index The index of the element to return.
+   * @return The changedCode at the given index.
+   */
+  public java.lang.String getChangedCode(int index) {
+    return changedCode_.get(index);
+  }
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the changedCode at the given index.
+   */
+  public com.google.protobuf.ByteString
+      getChangedCodeBytes(int index) {
+    return changedCode_.getByteString(index);
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -357,6 +424,9 @@ private static final long serialVersionUID = 0L;
     }
     if (unencryptedBlockCount_ != 0L) {
       output.writeInt64(14, unencryptedBlockCount_);
+    }
+    for (int i = 0; i < changedCode_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 15, changedCode_.getRaw(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -423,6 +493,14 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeInt64Size(14, unencryptedBlockCount_);
     }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < changedCode_.size(); i++) {
+        dataSize += computeStringSizeNoTag(changedCode_.getRaw(i));
+      }
+      size += dataSize;
+      size += 1 * getChangedCodeList().size();
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -472,6 +550,8 @@ private static final long serialVersionUID = 0L;
         != other.getRestampedCount()) return false;
     if (getUnencryptedBlockCount()
         != other.getUnencryptedBlockCount()) return false;
+    if (!getChangedCodeList()
+        .equals(other.getChangedCodeList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -527,6 +607,10 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + UNENCRYPTED_BLOCK_COUNT_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getUnencryptedBlockCount());
+    if (getChangedCodeCount() > 0) {
+      hash = (37 * hash) + CHANGED_CODE_FIELD_NUMBER;
+      hash = (53 * hash) + getChangedCodeList().hashCode();
+    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -691,6 +775,8 @@ private static final long serialVersionUID = 0L;
       unknownFileCount_ = 0L;
       restampedCount_ = 0L;
       unencryptedBlockCount_ = 0L;
+      changedCode_ =
+          com.google.protobuf.LazyStringArrayList.emptyList();
       return this;
     }
 
@@ -772,6 +858,10 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00002000) != 0)) {
         result.unencryptedBlockCount_ = unencryptedBlockCount_;
+      }
+      if (((from_bitField0_ & 0x00004000) != 0)) {
+        changedCode_.makeImmutable();
+        result.changedCode_ = changedCode_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -861,6 +951,16 @@ private static final long serialVersionUID = 0L;
       }
       if (other.getUnencryptedBlockCount() != 0L) {
         setUnencryptedBlockCount(other.getUnencryptedBlockCount());
+      }
+      if (!other.changedCode_.isEmpty()) {
+        if (changedCode_.isEmpty()) {
+          changedCode_ = other.changedCode_;
+          bitField0_ |= 0x00004000;
+        } else {
+          ensureChangedCodeIsMutable();
+          changedCode_.addAll(other.changedCode_);
+        }
+        onChanged();
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -962,6 +1062,12 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00002000;
               break;
             } // case 112
+            case 122: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureChangedCodeIsMutable();
+              changedCode_.add(s);
+              break;
+            } // case 122
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1823,6 +1929,180 @@ private static final long serialVersionUID = 0L;
     public Builder clearUnencryptedBlockCount() {
       bitField0_ = (bitField0_ & ~0x00002000);
       unencryptedBlockCount_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.LazyStringArrayList changedCode_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureChangedCodeIsMutable() {
+      if (!changedCode_.isModifiable()) {
+        changedCode_ = new com.google.protobuf.LazyStringArrayList(changedCode_);
+      }
+      bitField0_ |= 0x00004000;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @return A list containing the changedCode.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getChangedCodeList() {
+      changedCode_.makeImmutable();
+      return changedCode_;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @return The count of changedCode.
+     */
+    public int getChangedCodeCount() {
+      return changedCode_.size();
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param index The index of the element to return.
+     * @return The changedCode at the given index.
+     */
+    public java.lang.String getChangedCode(int index) {
+      return changedCode_.get(index);
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the changedCode at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getChangedCodeBytes(int index) {
+      return changedCode_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param index The index to set the value at.
+     * @param value The changedCode to set.
+     * @return This builder for chaining.
+     */
+    public Builder setChangedCode(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureChangedCodeIsMutable();
+      changedCode_.set(index, value);
+      bitField0_ |= 0x00004000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param value The changedCode to add.
+     * @return This builder for chaining.
+     */
+    public Builder addChangedCode(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureChangedCodeIsMutable();
+      changedCode_.add(value);
+      bitField0_ |= 0x00004000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param values The changedCode to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllChangedCode(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureChangedCodeIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, changedCode_);
+      bitField0_ |= 0x00004000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearChangedCode() {
+      changedCode_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00004000);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+     * Empty when the model had blocks.
+     * </pre>
+     *
+     * <code>repeated string changed_code = 15;</code>
+     * @param value The bytes of the changedCode to add.
+     * @return This builder for chaining.
+     */
+    public Builder addChangedCodeBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureChangedCodeIsMutable();
+      changedCode_.add(value);
+      bitField0_ |= 0x00004000;
       onChanged();
       return this;
     }

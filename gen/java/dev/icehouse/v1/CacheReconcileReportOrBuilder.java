@@ -183,4 +183,57 @@ public interface CacheReconcileReportOrBuilder extends
    * @return The unencryptedBlockCount.
    */
   long getUnencryptedBlockCount();
+
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @return A list containing the changedCode.
+   */
+  java.util.List<java.lang.String>
+      getChangedCodeList();
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @return The count of changedCode.
+   */
+  int getChangedCodeCount();
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @param index The index of the element to return.
+   * @return The changedCode at the given index.
+   */
+  java.lang.String getChangedCode(int index);
+  /**
+   * <pre>
+   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
+   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
+   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
+   * Empty when the model had blocks.
+   * </pre>
+   *
+   * <code>repeated string changed_code = 15;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the changedCode at the given index.
+   */
+  com.google.protobuf.ByteString
+      getChangedCodeBytes(int index);
 }

@@ -142,7 +142,7 @@ public final class CacheStatsOuterClass {
       "\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_model" +
       "_block_count\030\006 \001(\003\022\031\n\021writes_off_detail\030" +
       "\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_detail\030" +
-      "\t \001(\t\"\255\003\n\024CacheReconcileReport\0222\n\016reconc" +
+      "\t \001(\t\"\303\003\n\024CacheReconcileReport\0222\n\016reconc" +
       "ile_time\030\001 \001(\0132\032.google.protobuf.Timesta" +
       "mp\022+\n\010duration\030\002 \001(\0132\031.google.protobuf.D" +
       "uration\022\r\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebui" +
@@ -152,18 +152,19 @@ public final class CacheStatsOuterClass {
       "nt\030\t \001(\003\022\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032o" +
       "ther_layout_deleted_count\030\013 \001(\003\022\032\n\022unkno" +
       "wn_file_count\030\014 \001(\003\022\027\n\017restamped_count\030\r" +
-      " \001(\003\022\037\n\027unencrypted_block_count\030\016 \001(\003*\336\002" +
-      "\n\016SpillDropCause\022 \n\034SPILL_DROP_CAUSE_UNS" +
-      "PECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_NO_CREDIT" +
-      "\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_BUDGET\020\002\022\036\n" +
-      "\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022!\n\035SPILL_D" +
-      "ROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPILL_DROP_C" +
-      "AUSE_WRITES_OFF\020\005\022!\n\035SPILL_DROP_CAUSE_PR" +
-      "EFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE_DUPLICA" +
-      "TE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOWN\020\010\022!\n\035S" +
-      "PILL_DROP_CAUSE_TENANT_SHARE\020\tB<\n\017dev.ic" +
-      "ehouse.v1P\001Z\'icehouse.dev/api/icehouse/v" +
-      "1;icehousev1b\006proto3"
+      " \001(\003\022\037\n\027unencrypted_block_count\030\016 \001(\003\022\024\n" +
+      "\014changed_code\030\017 \003(\t*\336\002\n\016SpillDropCause\022 " +
+      "\n\034SPILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPIL" +
+      "L_DROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_C" +
+      "AUSE_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_" +
+      "DISK_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_FA" +
+      "ILED\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_OFF\020\005\022" +
+      "!\n\035SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SP" +
+      "ILL_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DROP" +
+      "_CAUSE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_TE" +
+      "NANT_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'iceho" +
+      "use.dev/api/icehouse/v1;icehousev1b\006prot" +
+      "o3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -237,7 +238,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheReconcileReport_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheReconcileReport_descriptor,
-        new java.lang.String[] { "ReconcileTime", "Duration", "Clean", "ManifestRebuilt", "FileCount", "RowCount", "PartialDeletedCount", "AdoptedCount", "QuarantinedCount", "RowDeletedCount", "OtherLayoutDeletedCount", "UnknownFileCount", "RestampedCount", "UnencryptedBlockCount", });
+        new java.lang.String[] { "ReconcileTime", "Duration", "Clean", "ManifestRebuilt", "FileCount", "RowCount", "PartialDeletedCount", "AdoptedCount", "QuarantinedCount", "RowDeletedCount", "OtherLayoutDeletedCount", "UnknownFileCount", "RestampedCount", "UnencryptedBlockCount", "ChangedCode", });
     com.google.protobuf.DurationProto.getDescriptor();
     com.google.protobuf.TimestampProto.getDescriptor();
     dev.icehouse.v1.UsageOuterClass.getDescriptor();

@@ -307,6 +307,11 @@ class VisionTower:
             keeps_scores=keeps_scores(device=device, head_size=hidden_size // head_count, compute_bytes=4),
         )
 
+    def modules(self) -> Sequence[Any]:
+        """Return the whole model and all that it is made of."""
+        found: Sequence[Any] = self._whole.modules()
+        return found
+
     def parameters(self) -> dict[str, Any]:
         """Return the weights of the whole model but for the half that reads tokens."""
         found = dict(self._whole.parameters())

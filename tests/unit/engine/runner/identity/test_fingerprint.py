@@ -17,7 +17,8 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, AdapterDigest, AdapterName
 from icehouse_server.domain.model import AdapterInfo
-from icehouse_server.engine.runner.fingerprint import (
+from icehouse_server.engine.runner.identity import fingerprint, kv_code
+from icehouse_server.engine.runner.identity.fingerprint import (
     ModelFingerprint,
     adapter_digest,
     model_fingerprint,
@@ -26,6 +27,7 @@ from icehouse_server.engine.runner.fingerprint import (
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.settings import CODE_DETAIL
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.fake_engine import MODEL_INFO
@@ -192,10 +194,24 @@ def test_one_float_of_an_adapter_changed_in_place_is_another_model(tmp_path: Pat
     assert adapter_digest(adapter) != before[1]
 
 
-def test_without_a_book_it_is_what_earlier_versions_called_the_model(tmp_path: Path) -> None:
+def test_the_code_counts_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
-    sampled = _of(folder, book=None)
-    assert sampled.value == sampled.sampled == _of(folder).sampled != _of(folder).value
+    before = _of(folder), _of(folder, book=None)
+    told = {name for name in before[0].details if name.startswith(CODE_DETAIL)}
+    assert {f"{CODE_DETAIL}{name}" for name in ("mlx_lm.models.llama", "mlx", "icehouse")} <= told
+    monkeypatch.setattr(kv_code, "OWN_VERSION", kv_code.OWN_VERSION + 1)
+    after = _of(folder), _of(folder, book=None)
+    assert all(old.value != new.value for old, new in zip(before, after, strict=True))
+
+
+def test_the_code_of_lora_layers_is_a_part_of_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = _adapter(tmp_path / "adapter", scale=1.0)
+    before = adapter_digest(adapter)
+    assert adapter_digest(adapter) == before
+    monkeypatch.setattr(fingerprint, "adapter_code_digest", lambda: "other code")
+    assert adapter_digest(adapter) != before
 
 
 def test_adapters_that_samples_take_for_one_have_roots_of_their_own(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 Every byte of the weights counts: a number changed in place makes another model. Their digests are kept
 in a book beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning
-or fusing an adapter in place changes it; moving, renaming or copying the folder does not.
+or fusing an adapter in place changes it; moving, renaming or copying the folder does not. The code that
+computes KV counts as much (`KvCode`).
 
-Beside it stands the fingerprint of earlier versions, over samples: per shard its size, its safetensors
-header, every small tensor whole and a piece out of the middle of every other. Blocks that were filed
-under it stay warm (`DigestBook.claim`). Without a book, where nothing outlives the process, it serves:
-one process has one model, whose adapters are told apart by all their bytes (`adapter_digest`). A draft
-model is in neither: its caches are never kept.
+Without a book, where nothing outlives the process, weights are sampled: per shard its size, its safetensors
+header, every small tensor whole and a piece out of the middle of every other. One process has one model,
+whose adapters are told apart by all their bytes (`adapter_digest`). A draft model is in neither: its caches
+are never kept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from typing import Any, BinaryIO, Final
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.domain.ids import AdapterDigest, Fingerprint
+from icehouse_server.engine.runner.identity.kv_code import KvCode, adapter_code_digest, kv_code
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
+from icehouse_server.storage.settings import CODE_DETAIL
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 _SAMPLED_TAG: Final = b"icehouse.fingerprint.v1\x00"
-_TAG: Final = b"icehouse.fingerprint.v2\x00"
-_ADAPTER_TAG: Final = b"icehouse.adapter.v1\x00"
+_TAG: Final = b"icehouse.fingerprint.v3\x00"
+_ADAPTER_TAG: Final = b"icehouse.adapter.v2\x00"
 _SYSTEM_TAG: Final = b"icehouse.system.v1\x00"
 _COMPUTING: Final = ("icehouse", "mlx", "mlx-lm", "tokenizers", "transformers", "llguidance")
 """Distributions whose release may change an output."""
@@ -53,8 +55,8 @@ class ModelFingerprint:
 
     value: Fingerprint
     details: dict[str, str]
-    sampled: Fingerprint
-    """What earlier versions called the same model; the value itself when there was no book."""
+    code: KvCode
+    """What is in it of code, to be held against what is loaded."""
 
 
 def model_fingerprint(
@@ -80,10 +82,11 @@ def model_fingerprint(
     shards = sorted(model_dir.glob("model*.safetensors"))
     if not shards:
         raise _invalid(f"{model_dir} has no model*.safetensors; convert the model to MLX first")
+    code = kv_code(model_dir, config, has_adapter=adapter_dir is not None)
     facts = {
         "config": _without_names(config),
         "quant_config": _optional_json(model_dir / "hf_quant_config.json"),
-        "code": _code_digest(model_dir, config),
+        "code": dict(code.digests),
         # Sorted by content, so that the names of shards do not matter.
         "shards": sorted(_shard_digest(shard) for shard in shards),
         "adapter": _adapter_facts(adapter_dir, _shard_digest),
@@ -108,16 +111,20 @@ def model_fingerprint(
         "block_tokens": str(block_token_count),
         "layout_abi": str(LAYOUT_ABI),
         "rank": f"{rank} of {world_size}",
+        **{CODE_DETAIL + name: digest for name, digest in code.digests.items()},
     }
-    sampled = Fingerprint(hashlib.sha256(_SAMPLED_TAG + _canonical(facts)).digest())
     if book is None:
-        return ModelFingerprint(sampled, details, sampled)
+        return ModelFingerprint(_fingerprint(_SAMPLED_TAG, facts), details, code)
     whole = functools.partial(_whole_digest, book=book)
     facts["shards"] = sorted(whole(shard) for shard in shards)
     facts["adapter"] = _adapter_facts(adapter_dir, whole)
     book.save()
-    value = Fingerprint(hashlib.sha256(_TAG + _canonical(facts)).digest())
-    return ModelFingerprint(value, {**details, "weights": _digest(facts["shards"])[:12]}, sampled)
+    details["weights"] = _digest(facts["shards"])[:12]
+    return ModelFingerprint(_fingerprint(_TAG, facts), details, code)
+
+
+def _fingerprint(tag: bytes, facts: dict[str, Any]) -> Fingerprint:
+    return Fingerprint(hashlib.sha256(tag + _canonical(facts)).digest())
 
 
 def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> str:
@@ -141,7 +148,8 @@ def _release(name: str) -> str:
 
 
 def adapter_digest(adapter_dir: Path) -> AdapterDigest:
-    """Digest what an adapter computes: all its weights, and the part of its config that places them.
+    """Digest what an adapter computes: all its weights, the part of its config that places them, and the code
+    of its layers.
 
     Every byte is read, at each start: adapters are small, and are replaced in place more often.
     Raises ModelError when the folder has no readable config or weights.
@@ -154,7 +162,8 @@ def adapter_digest(adapter_dir: Path) -> AdapterDigest:
             weights = hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         raise _invalid(f"{path} cannot be read: {error.strerror}") from error
-    return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(placed)).digest())
+    facts = {"placed": placed, "code": adapter_code_digest()}
+    return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(facts)).digest())
 
 
 def _adapter_facts(adapter_dir: Path | None, digest_of: Callable[[Path], str]) -> Any:
@@ -165,14 +174,6 @@ def _adapter_facts(adapter_dir: Path | None, digest_of: Callable[[Path], str]) -
         raise _invalid(f"Adapter {adapter_dir} has no adapters.safetensors")
     config = _without_names(_read_json(adapter_dir / "adapter_config.json"))
     return {"config": config, "weights": sorted(digest_of(file) for file in weights)}
-
-
-def _code_digest(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """Digest of the folder's own architecture file, where config.json names one."""
-    name = config.get("model_file")
-    if not isinstance(name, str):
-        return None
-    return hashlib.sha256(_read(model_dir / name)).hexdigest()
 
 
 def _whole_digest(path: Path, *, book: DigestBook) -> str:

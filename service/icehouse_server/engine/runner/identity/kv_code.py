@@ -1,0 +1,246 @@
+"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of none of it.
+
+- *The model's own.* Its architecture's module whole, and of mlx-lm or mlx-vlm what that reaches: base
+  classes, RoPE, switch layers, the cache classes it asks for. By statements, not by modules: nearly every
+  release of mlx-lm changes `cache.py` or `base.py` somewhere, and whole modules would make every architecture
+  cold each time. As it is, none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from
+  there to 0.32.2.
+- *What loads it*, where that computes weights (a format of quantization other than MLX's own; LoRA layers).
+  For MLX's own weights it only lays arrays where their names say, and refuses shapes that do not fit.
+- *MLX*: its release and its layers in Python. What a release changed in the compiled library nobody can see
+  from here, and it may be RoPE, so another release begins cold with every model.
+- *Ours*: `OWN_VERSION`, raised by hand when KV or blocks come out otherwise. Our files change with each
+  release, nearly always to be faster; a digest of them would begin cold each time. That the number is not
+  forgotten is a test's work: it fails when one of these files changes, until somebody has decided.
+
+Not in it: the libraries below MLX (BLAS, CUDA, Metal), other packages that a model folder's own code imports,
+and code that prepares images, whose result is in the blocks' names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
+from icehouse_server.engine.kv_cache.cache_classes import CACHE_CLASSES
+from icehouse_server.engine.runner.identity.reach import Reach
+from icehouse_server.engine.runner.identity.source import (
+    EVERY_NAME,
+    Import,
+    Source,
+    Stamp,
+    UnreadableSource,
+    custom_spec,
+    digest_of,
+    find_spec,
+    source_of,
+    stamp_of,
+)
+from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.errors import ModelError, Reason
+
+OWN_VERSION: Final = 1
+"""Of what this server computes KV with and cuts blocks from: raise it when either comes out otherwise than
+before by more than rounding, a fault that was mended included."""
+
+_PACKAGES: Final = ("mlx_lm", "mlx_vlm")
+_CUSTOM: Final = "custom_model"
+"""What mlx-lm and mlx-vlm call a model folder's own module."""
+_SEAM: Final = (
+    Import("mlx_lm.models.base", "create_attention_mask"),
+    Import("mlx_lm.models.base", "scaled_dot_product_attention"),
+    Import("mlx_lm.models.cache", "create_attention_mask"),
+    Import("mlx_lm.models.cache", "make_prompt_cache"),
+)
+"""What our own pass takes from mlx-lm for every model."""
+_CACHES: Final = tuple(
+    Import(kind.__module__, kind.__name__) for kind in CACHE_CLASSES if kind.__module__.startswith("mlx_lm.")
+)
+_ADAPTERS: Final = Import("mlx_lm.tuner.utils", "load_adapters")
+_NOT_FOLLOWED: Final = (
+    # They choose the module, which is known.
+    Import("mlx_lm.utils", "_get_classes"),
+    Import("mlx_vlm.utils", "get_model_and_args"),
+    # Caches of several rows, which are never made here.
+    *(Import(f"{package}.models.cache", f"Batch{kind.name}") for package in _PACKAGES for kind in _CACHES),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvCode:
+    """What a model's KV is computed by, as it was when it was read."""
+
+    digests: Mapping[str, str]
+    """By module. "mlx" is its release and "icehouse" our number, as they are."""
+    stamps: Mapping[str, Stamp]
+    """Of the files of modules, when they were read."""
+    names: frozenset[Import]
+    """What was read of mlx-lm and mlx-vlm."""
+
+    def check(self, classes: Iterable[type]) -> None:
+        """Hold what was read against what runs: a model is loaded, made of these classes.
+
+        Raises ModelError where a file is another by now, as when something is installed while the server
+        starts, or where a class was not read.
+        """
+        changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
+        if changed:
+            raise _changed(changed)
+        unread = sorted({f"{run.module}.{run.name}" for run in _homes(classes) if not self._has(run)})
+        if unread:
+            raise ModelError(
+                Reason.MODEL_INVALID,
+                f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
+                "blocks might outlive a change of it; serve it without an SSD tier, and report this",
+            )
+
+    def _has(self, run: Import) -> bool:
+        return run in self.names or Import(run.module, EVERY_NAME) in self.names
+
+
+def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) -> KvCode:
+    """Read the code that a model folder's KV is computed by; nothing of it is imported.
+
+    Raises ModelError where some of it is there and cannot be read.
+    """
+    try:
+        custom = _custom_source(model_dir, config)
+        reach = Reach(_PACKAGES, given=custom, without=_NOT_FOLLOWED)
+        reach.follow(_roots(model_dir, config))
+        if has_adapter:
+            reach.follow([_ADAPTERS])
+        digests = reach.digests()
+        if custom:
+            digests[f"{_CUSTOM} files"] = _folder_digest(model_dir)
+        digests["mlx.nn"] = _mlx_digest()
+    except (UnreadableSource, OSError) as error:
+        raise ModelError(Reason.MODEL_INVALID, f"the code of the model in {model_dir}: {error}") from error
+    stamps = reach.stamps()
+    # Imported by now, so that what they were is what runs.
+    early = [name for name in stamps if name in _EARLY and stamps[name] != _EARLY[name]]
+    if early:
+        raise _changed(early)
+    digests |= {"mlx": str(vars(mx)["__version__"]), "icehouse": str(OWN_VERSION)}
+    return KvCode(digests, stamps, reach.names())
+
+
+def adapter_code_digest() -> str:
+    """Return the digest of the code of LoRA layers. Raises ModelError."""
+    reach = Reach(_PACKAGES, without=_NOT_FOLLOWED)
+    try:
+        reach.follow([_ADAPTERS])
+    except UnreadableSource as error:
+        raise ModelError(Reason.MODEL_INVALID, f"the code of LoRA adapters: {error}") from error
+    return digest_of(f"{name}={digest}" for name, digest in reach.digests().items())
+
+
+def _homes(classes: Iterable[type]) -> Iterator[Import]:
+    """Yield where classes, and those that they are made from, are written, as far as it is followed."""
+    for base in {base for run in classes for base in run.__mro__}:
+        if base.__module__.partition(".")[0] in _PACKAGES:
+            yield Import(base.__module__, base.__qualname__.partition(".")[0])
+
+
+def _roots(model_dir: Path, config: Mapping[str, Any]) -> list[Import]:
+    roots = list(_SEAM)
+    is_foreign = _is_foreign(model_dir, config)
+    if mlx_vlm.is_used(model_dir, dict(config)):
+        kind = str(config["model_type"]).lower().replace("-", "_")
+        # Those of mlx-lm stand in for mlx-vlm's own.
+        roots += _CACHES
+        roots += [Import(f"mlx_vlm.models.{kind}"), Import("mlx_vlm.models.cache", "make_prompt_cache")]
+        roots += [Import("mlx_vlm.utils", "load_model")] if is_foreign else []
+    else:
+        roots += [
+            Import(f"mlx_lm.models.{_architecture(config)}"),
+            Import("mlx_lm.utils", "infer_quant_config"),
+        ]
+        roots += [Import("mlx_lm.utils", "load_model")] if is_foreign else []
+    if config.get("model_file"):
+        roots.append(Import(_CUSTOM))
+    return roots
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the module of mlx-lm for a model, as `mlx_lm.utils._get_classes` chooses it."""
+    kind = str(config.get("model_type"))
+    named = config.get("architectures") or ()
+    for architecture in (named,) if isinstance(named, str) else named:
+        remapped = MODEL_ARCHITECTURE_REMAPPING.get((kind, architecture))
+        if remapped is not None:
+            return str(remapped)
+    return str(MODEL_REMAPPING.get(kind, kind))
+
+
+def _is_foreign(model_dir: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the weights are made into MLX's own form, or layers exchanged, when they are loaded."""
+    text = config.get("text_config")
+    texts = (config, text if isinstance(text, Mapping) else {})
+    if any(each.get("quantize_activations") for each in texts):
+        return True
+    if config.get("quantization"):
+        return False
+    return (
+        any(each.get("quantization_config") for each in texts)
+        or (model_dir / "hf_quant_config.json").exists()
+    )
+
+
+def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
+    """Return the folder's own module, where config.json names one."""
+    name = config.get("model_file")
+    if not isinstance(name, str):
+        return []
+    spec = custom_spec(_CUSTOM, str(model_dir / name))
+    if spec is None:
+        raise UnreadableSource(f"{model_dir / name} is not a Python module")
+    return [source_of(spec)]
+
+
+def _folder_digest(model_dir: Path) -> str:
+    """Return the digest of every Python file of a model folder: its module may run any of them."""
+    return _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
+
+
+def _mlx_digest() -> str:
+    """Return the digest of MLX's layers and helpers in Python."""
+    spec = find_spec("mlx")
+    roots = [Path(location) for location in (spec.submodule_search_locations or ())] if spec else []
+    return digest_of(
+        _files_digest(root, sorted(root.glob("nn/**/*.py")) + sorted(root.glob("*.py"))) for root in roots
+    )
+
+
+def _files_digest(root: Path, paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        content = hashlib.sha256(path.read_bytes()).digest()
+        digest.update(os.fsencode(path.relative_to(root)) + b"\x00" + content)
+    return digest.hexdigest()
+
+
+def _changed(names: Iterable[str]) -> ModelError:
+    return ModelError(
+        Reason.MODEL_INVALID,
+        f"{', '.join(names)} changed while the server started, so what runs may be neither the old code nor "
+        "the new; start it again",
+    )
+
+
+def _early_stamps() -> dict[str, Stamp | None]:
+    """Return what the files of modules that are imported by now are."""
+    loaded = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES]
+    specs = [(name, getattr(module, "__spec__", None)) for name, module in loaded]
+    return {name: stamp_of(spec.origin) for name, spec in specs if spec is not None}
+
+
+_EARLY: Final = _early_stamps()
+"""They are read later, for the fingerprint, and a model may be downloaded in between."""

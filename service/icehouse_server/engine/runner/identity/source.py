@@ -1,0 +1,286 @@
+"""Source of installed modules, statement by statement, read as an import would find it; nothing is imported.
+
+A statement of a module's top level is what is counted, as it is written. So a comment or a blank line between
+two functions is of no effect, and one inside a function is. Neither depends on the version of Python, as a
+syntax tree or bytecode would.
+
+What Python runs may be another thing than the source beside it: a module may be compiled only, lie in an
+archive, or have compiled code that is not asked whether its source changed. A module whose source is not
+there, or does not compile to what an import would run, counts whole, by its code.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import dis
+import hashlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec
+from types import CodeType
+from typing import Any, Final
+
+EVERY_NAME: Final = "*"
+
+
+class UnreadableSource(Exception):
+    """A module is there and nothing can be told of what it does; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stamp:
+    """A module's file as it was: it is the same as long as nobody replaces or writes it."""
+
+    path: str
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    def is_current(self) -> bool:
+        """Whether the file is still what it was."""
+        return stamp_of(self.path) == self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Import:
+    """A name of a module, or the module itself where the name is ""; `EVERY_NAME` is each it has."""
+
+    module: str
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement of a module's top level that is no import."""
+
+    text: str
+    binds: frozenset[str]
+    is_effect: bool
+    """It does something whenever the module is run, whoever uses what it binds."""
+    uses: frozenset[str]
+    imports: tuple[Import, ...]
+    """Made inside it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A module: its statements, and the imports of its top level."""
+
+    name: str
+    is_package: bool
+    statements: tuple[Statement, ...]
+    imports: tuple[tuple[str, Import], ...]
+    """With the names that they bind."""
+    stamp: Stamp | None
+    """None of a module that has no file of its own."""
+
+
+def read_source(name: str) -> Source | None:
+    """Return an installed module, None where there is none. Raises UnreadableSource."""
+    spec = find_spec(name)
+    return None if spec is None else source_of(spec)
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """Find a module as an import would, without importing the packages that it is in."""
+    path: Any = None
+    found: ModuleSpec | None = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        here = ".".join(parts[:count])
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        found = next((spec for find in finders if find and (spec := find(here, path))), None)
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+        if path is None and count < len(parts):
+            return None
+    return found
+
+
+def stamp_of(path: str | None) -> Stamp | None:
+    """Return what a file is now, None where there is none."""
+    if path is None:
+        return None
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return Stamp(path, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def source_of(spec: ModuleSpec) -> Source:
+    """Return a module that was found. Raises UnreadableSource."""
+    stamp = stamp_of(spec.origin)
+    is_package = spec.submodule_search_locations is not None
+    loader: Any = spec.loader
+    if loader is None or spec.origin is None:
+        # A folder that is a package without a module of its own.
+        return Source(spec.name, is_package, (), (), stamp)
+    try:
+        code = loader.get_code(spec.name)
+        text = loader.get_source(spec.name)
+        if text is not None and code == _as_compiled(text, spec.origin):
+            statements, imports = _read(ast.parse(text), text, package_of(spec))
+            return Source(spec.name, is_package, statements, imports, stamp)
+        if code is None:
+            raise UnreadableSource(f"{spec.name} in {spec.origin} is not made of Python code")
+    except (AttributeError, ImportError, OSError, SyntaxError, ValueError, EOFError) as error:
+        raise UnreadableSource(f"{spec.name} in {spec.origin} cannot be read: {error}") from error
+    return Source(spec.name, is_package, (_compiled(code, package_of(spec)),), (), stamp)
+
+
+def _as_compiled(text: str, path: str) -> CodeType:
+    with warnings.catch_warnings():
+        # Who wrote it is told by an import, if anybody.
+        warnings.simplefilter("ignore")
+        return compile(text, path, "exec", dont_inherit=True)
+
+
+def package_of(spec: ModuleSpec) -> str:
+    """Return the package that a module's relative imports begin at."""
+    return spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+
+
+def _read(
+    tree: ast.Module, text: str, package: str
+) -> tuple[tuple[Statement, ...], tuple[tuple[str, Import], ...]]:
+    lines = text.split("\n")
+    statements: list[Statement] = []
+    imports: list[tuple[str, Import]] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports += _imported(node, package)
+        elif not (_is_text(node) or _is_for_checkers(node)):
+            statements.append(_statement(node, lines, package))
+    return tuple(statements), tuple(imports)
+
+
+def _statement(node: ast.stmt, lines: list[str], package: str) -> Statement:
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    inner = list(ast.walk(node))
+    imports = [
+        pair
+        for child in inner
+        if isinstance(child, ast.Import | ast.ImportFrom)
+        for pair in _imported(child, package)
+    ]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        binds, is_effect = {node.name}, False
+    else:
+        binds = {bound for bound, _ in imports}
+        binds |= {
+            child.id for child in inner if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load)
+        }
+        binds |= {child.name for child in inner if isinstance(child, ast.FunctionDef | ast.ClassDef)}
+        is_effect = not binds or any(_acts(child) for child in inner)
+    return Statement(
+        text="\n".join(lines[first - 1 : node.end_lineno]),
+        binds=frozenset(binds),
+        is_effect=is_effect,
+        uses=frozenset(child.id for child in inner if isinstance(child, ast.Name)),
+        imports=tuple(imported for _, imported in imports),
+    )
+
+
+def _acts(node: ast.AST) -> bool:
+    """Whether it changes what it does not bind."""
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        return not isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Expr) and not _is_text(node)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_for_checkers(node: ast.AST) -> bool:
+    """Whether it is there for type checkers alone."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[tuple[str, Import]]:
+    """Yield the names that an import binds, with what they stand for."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], Import(alias.name)
+        return
+    module = _absolute(node.module or "", node.level, package)
+    for alias in node.names:
+        yield alias.asname or alias.name, Import(module, alias.name)
+
+
+def _absolute(module: str, level: int, package: str) -> str:
+    if not level:
+        return module
+    parts = package.split(".")
+    return ".".join([*parts[: len(parts) - level + 1], *([module] if module else [])])
+
+
+def _compiled(code: CodeType, package: str) -> Statement:
+    """Return compiled code as one statement that does everything and needs all that it imports."""
+    imports = [
+        Import(_absolute(instruction.argval, level, package), name)
+        for inner in _codes(code)
+        for instruction, level, names in _import_instructions(inner)
+        for name in names or ("",)
+    ]
+    digest = hashlib.sha256("\n".join(map(_code_text, _codes(code))).encode("utf-8", "surrogatepass"))
+    return Statement(digest.hexdigest(), frozenset({EVERY_NAME}), True, frozenset(), tuple(imports))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _import_instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int, tuple[str, ...]]]:
+    """Yield instructions that import, each with the level and the names that were loaded for it."""
+    values: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, names = values[-2:]
+            yield instruction, int(level), names or ()
+        elif isinstance(instruction.argval, int | tuple) or instruction.argval is None:
+            values.append(instruction.argval)
+
+
+def _code_text(code: CodeType) -> str:
+    """Return what code does, without where its source was."""
+    constants = [_constant_text(value) for value in code.co_consts if not isinstance(value, CodeType)]
+    return repr(
+        (
+            code.co_qualname,
+            (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
+            code.co_code,
+            code.co_exceptiontable,
+            (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+            constants,
+        )
+    )
+
+
+def _constant_text(value: object) -> str:
+    """Return a constant's own text, the same in every process."""
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def digest_of(texts: Iterable[str]) -> str:
+    """Return the SHA-256 of texts in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def custom_spec(name: str, path: str) -> ModuleSpec | None:
+    """Return a file as a module that is in no package."""
+    return importlib.util.spec_from_file_location(name, path)
