@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import ReconcileReport
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.directory.lock import snapshot, take_mark
+from icehouse_server.storage.directory.lock import check_trust, snapshot, take_mark
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY
@@ -50,10 +50,12 @@ def open_store(
     """Open the manifest, reconcile it with the files and return what is usable.
 
     The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
-    refuses; running it again is safe.
+    refuses, `StartError` when something there is not ours alone; running it again is safe.
     """
     for path in (paths.root, paths.blocks, paths.quarantine):
         files.make_dir(path)
+    # Since the lock was taken somebody may have put a link where SQLite will look.
+    check_trust(files, paths)
     files.fsync_dir(paths.root)
     if cipher is not None and cipher.wrapped_key:
         _put_key_back(files, paths, wrapped=cipher.wrapped_key)
