@@ -162,6 +162,10 @@ def _load_manifest(
 
 def create_private(files: Files, paths: StorePaths) -> bool:
     """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
+    # Rows are written by way of a log. What a rollback journal says SQLite believes before we see any of it,
+    # the name of a file to remove included.
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(paths.manifest + "-journal")
     try:
         files.close(files.create(paths.manifest))
     except FileExistsError:
