@@ -169,8 +169,6 @@ def _indices(connection: sqlite3.Connection, table: str) -> dict[str, _Index]:
             bool(is_partial),
             tuple(row[2] for row in connection.execute("SELECT * FROM pragma_index_info(?)", (name,))),
         )
-        for _, name, is_unique, origin, is_partial in connection.execute(
-            f"PRAGMA index_list({table})"
-        ).fetchall()
+        for _, name, is_unique, origin, is_partial in made
         if origin == "c"
     }
