@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from icehouse_server.engine.runner.fingerprint import ModelFingerprint, model_fi
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.digests import DigestBook
+from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
@@ -150,6 +152,19 @@ def _filed_as(
     is_claimed = has_older and digests.claim(sampled, value)
     digests.save()
     return sampled if is_claimed else value
+
+
+def check_directory(cache: CacheConfig) -> None:
+    """Raise StartError where another process has the cache directory, or something in it is not ours alone.
+
+    Takes nothing, and makes none. A disk that refuses is told of when the tier begins.
+    """
+    directory = str(cache.block_directory.absolute())
+    if not (cache.enabled and cache.ssd_enabled and os.path.isdir(directory)):
+        return
+    files = SystemFiles()
+    with contextlib.suppress(OSError):
+        files.close(take_lock(files, StorePaths(directory)))
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:

@@ -68,8 +68,8 @@ class Manifest:
         try:
             # Nothing that is done here takes long: what does was made to.
             connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
-            check_objects(connection)
             database = Database(connection, execute_plugins=False, strict=True)
+            check_objects(database)
             database.enable_wal()
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
@@ -77,7 +77,7 @@ class Manifest:
             # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
             connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
-            check_schema(connection)
+            check_schema(database)
             connection.set_progress_handler(None, 0)
         except BaseException:
             connection.close()
@@ -91,12 +91,13 @@ class Manifest:
         Raises `ForeignManifest` when there is anything in it that is not ours.
         """
         connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
+        database = Database(connection, execute_plugins=False)
         try:
-            check_objects(connection)
+            check_objects(database)
         except BaseException:
             connection.close()
             raise
-        return cls(Database(connection, execute_plugins=False))
+        return cls(database)
 
     def close(self, *, checkpoint: bool = True) -> None:
         """Close the connection; the last one folds the write-ahead log into the database."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sqlite3
 
 from sqlite_utils import Database, Migrations
 from sqlite_utils.db import Table
@@ -93,14 +92,14 @@ class _Schema:
     indices: dict[str, dict[str, _Index]]
 
 
-def check_objects(connection: sqlite3.Connection) -> None:
+def check_objects(database: Database) -> None:
     """Raise `ForeignManifest` for a database in which there is anything but tables and indices of ours.
 
     Reads its list of contents only, and so runs nothing of it.
     """
     ours = _own_schema()
     tables = set()
-    for kind, name, table, page, definition in connection.execute(
+    for kind, name, table, page, definition in database.execute(
         "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master"
     ):
         if definition is None and kind == "index":
@@ -111,33 +110,33 @@ def check_objects(connection: sqlite3.Connection) -> None:
             raise ForeignManifest(f"The {kind} {str(name)[:64]!r} is not of this version")
         tables.add(table)
     for table, indices in ours.indices.items():
-        found = _indices(connection, table) if table in tables else {}
+        found = _indices(database, table) if table in tables else {}
         wrong = [name for name, index in found.items() if indices.get(name, index) != index]
         if wrong:
             raise ForeignManifest(f"Table {table} is not of this version: indices {', '.join(wrong)}")
 
 
-def check_schema(connection: sqlite3.Connection) -> None:
+def check_schema(database: Database) -> None:
     """Raise `ForeignManifest` unless each column and index of ours is there as we made it, and no other
     column is required."""
     ours = _own_schema()
     for table, columns in ours.columns.items():
-        found = _columns(connection, table)
+        found = _columns(database, table)
         wrong = [name for name, column in columns.items() if found.get(name) != column]
         wrong += [name for name, column in found.items() if name not in columns and column[2]]
-        wrong += ours.indices[table].keys() - _indices(connection, table).keys()
+        wrong += ours.indices[table].keys() - _indices(database, table).keys()
         if wrong:
             raise ForeignManifest(f"Table {table} is not of this version: {', '.join(wrong)}")
 
 
 @functools.cache
 def _own_schema() -> _Schema:
-    connection = sqlite3.connect(":memory:")
+    database = Database(memory=True, execute_plugins=False, strict=True)
     try:
-        migrations.apply(Database(connection, execute_plugins=False, strict=True))
+        migrations.apply(database)
         objects = {
             (kind, name, table): definition.count("(")
-            for kind, name, table, definition in connection.execute(
+            for kind, name, table, definition in database.execute(
                 "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL"
             )
         }
@@ -146,28 +145,28 @@ def _own_schema() -> _Schema:
         tables = [name for kind, name, _ in objects if kind == "table" and name != _MIGRATIONS_TABLE]
         return _Schema(
             objects,
-            {table: _columns(connection, table) for table in tables},
-            {table: _indices(connection, table) for table in tables},
+            {table: _columns(database, table) for table in tables},
+            {table: _indices(database, table) for table in tables},
         )
     finally:
-        connection.close()
+        database.close()
 
 
-def _columns(connection: sqlite3.Connection, table: str) -> dict[str, _Column]:
+def _columns(database: Database, table: str) -> dict[str, _Column]:
     return {
         name: (kind, bool(key), bool(is_required) and default is None and not key)
-        for _, name, kind, is_required, default, key in connection.execute(f"PRAGMA table_info({table})")
+        for _, name, kind, is_required, default, key in database.execute(f"PRAGMA table_info({table})")
     }
 
 
-def _indices(connection: sqlite3.Connection, table: str) -> dict[str, _Index]:
+def _indices(database: Database, table: str) -> dict[str, _Index]:
     """Return the indices of a table that were made by name."""
-    made = connection.execute(f"PRAGMA index_list({table})").fetchall()
+    made = database.execute(f"PRAGMA index_list({table})").fetchall()
     return {
         name: (
             bool(is_unique),
             bool(is_partial),
-            tuple(row[2] for row in connection.execute("SELECT * FROM pragma_index_info(?)", (name,))),
+            tuple(row[2] for row in database.execute("SELECT * FROM pragma_index_info(?)", (name,))),
         )
         for _, name, is_unique, origin, is_partial in made
         if origin == "c"
