@@ -13,7 +13,7 @@ import re
 import socket
 import ssl
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -53,13 +53,12 @@ def _ask_for_health(target: str) -> OwnServer:
     # No proxy can reach what listens here, and that it could not be reached before means nothing.
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(target, options=options) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            trailers = error.trailing_metadata() if isinstance(error, grpc.Call) else None
             # Refused by us, where health checks want credentials too.
-            is_own = any(ERROR_DOMAIN in str(value) for _, value in trailers or ())
+            is_own = ERROR_DOMAIN in str(cast(Any, error).trailing_metadata())
             return OwnServer.RUNNING if is_own else OwnServer.ABSENT
     is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return OwnServer.RUNNING if is_serving else OwnServer.NOT_SERVING

@@ -52,13 +52,7 @@ def open_store(
     The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
     refuses, `StartError` when something there is not ours alone; running it again is safe.
     """
-    for path in (paths.root, paths.blocks, paths.quarantine):
-        files.make_dir(path)
-    # Since the lock was taken somebody may have put a link where SQLite will look.
-    check_trust(files, paths)
-    files.fsync_dir(paths.root)
-    if cipher is not None and cipher.wrapped_key:
-        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
+    _prepare(files, paths, cipher)
     started = clock.monotonic()
     is_clean = _matches_mark(files, paths)
     manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
@@ -108,6 +102,17 @@ def open_store(
         unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
     )
     return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
+
+
+def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
+    """Make the folders, see that all that is there is ours, and that the key is."""
+    for path in (paths.root, paths.blocks, paths.quarantine):
+        files.make_dir(path)
+    # Since the lock was taken somebody may have put a link where SQLite will look.
+    check_trust(files, paths)
+    files.fsync_dir(paths.root)
+    if cipher is not None and cipher.wrapped_key:
+        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
 
 
 def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
