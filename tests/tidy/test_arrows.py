@@ -15,6 +15,7 @@ ROOMS = (
     "errors",
     "averages",
     "heap",
+    "small_file",
     "config",
     "domain",
     "telemetry",

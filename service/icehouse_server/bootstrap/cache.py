@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,10 +21,13 @@ from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint,
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.digests import DigestBook
+from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.time_limit import in_time
 from icehouse_server.storage.worker.storage import Storage
 
 _MIN_REUSE_TOKEN_COUNT = 16
@@ -121,6 +126,23 @@ def build_cache_parts(
         adopt_budget_s=config.adopt_budget_ms / 1000,
         storage=storage,
     )
+
+
+def check_directory(cache: CacheConfig) -> None:
+    """Raise StartError where another process has the cache directory, or something in it is not ours alone.
+
+    Takes nothing, and makes none. A disk that refuses or hangs is told of when the tier begins.
+    """
+    directory = str(cache.block_directory.absolute())
+    files = SystemFiles()
+
+    def look() -> None:
+        if os.path.isdir(directory):
+            files.close(take_lock(files, StorePaths(directory)))
+
+    if cache.enabled and cache.ssd_enabled:
+        with contextlib.suppress(OSError):
+            in_time(look)
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:

@@ -12,7 +12,6 @@ import base64
 import logging
 import os
 import shlex
-import stat
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from icehouse_server.config import CacheConfig
 from icehouse_server.errors import Reason, StartError, extra_command
+from icehouse_server.small_file import read_small_file
 from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import StorePaths
@@ -150,17 +150,17 @@ def read_master_key(cache: CacheConfig) -> bytes | None:
 def key_of_file(path: Path) -> bytes:
     """Return the key in a file that only its owner can read. Raises StartError."""
     try:
-        with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(_LIMIT_BYTES)
+        file = read_small_file(path, limit_bytes=_LIMIT_BYTES)
     except OSError as error:
-        raise _refuse(f"the key file {path} cannot be read: {error.strerror}", what=str(path)) from error
-    if mode & 0o077:
         raise _refuse(
-            f"the key file {path} has mode {mode:04o}, so others may read it; chmod 600 {path}",
+            f"the key file {path} cannot be read: {error.strerror}; {_ADVICE}", what=str(path)
+        ) from error
+    if file.mode & 0o077:
+        raise _refuse(
+            f"the key file {path} has mode {file.mode:04o}, so others may read it; chmod 600 {path}",
             what=str(path),
         )
-    return _parse(text, f"the key file {path}")
+    return _parse(file.content, f"the key file {path}")
 
 
 def key_of_command(command: str) -> bytes:

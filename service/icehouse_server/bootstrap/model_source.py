@@ -36,6 +36,7 @@ def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
         return LocalModel(path, config.model_name or path.name)
     path = Path(config.model).expanduser()
     if path.is_dir():
+        check_files(path)
         return LocalModel(path, config.model_name or path.resolve().name)
     if _HUB_ID.match(config.model):
         return LocalModel(_download(config.model), config.model_name or config.model)
@@ -53,6 +54,20 @@ def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> Local
         return None
     asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
     return locate_model(asked, on_progress=on_progress)
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelError for a folder with a pipe, socket or device in it: reading that may take for ever.
+
+    Links are followed, since those of the hub's cache are some.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelError(Reason.MODEL_INVALID, f"{folder} cannot be read: {error.strerror}") from error
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(Reason.MODEL_INVALID, f"{path} is neither a file nor a folder; remove it")
 
 
 def find_sight(path: Path) -> Sight:

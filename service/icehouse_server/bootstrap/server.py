@@ -10,7 +10,7 @@ from pathlib import Path
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.kv_events import KvEventParts
 from icehouse_server.bootstrap.machine import memory_limit
-from icehouse_server.bootstrap.model_source import LocalModel
+from icehouse_server.bootstrap.model_source import LocalModel, check_files
 from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.bootstrap.worker import worker_parts
@@ -201,6 +201,8 @@ def model_source(config: Config, model: LocalModel) -> ModelSource:
 def adapter_source(named: NamedPath) -> AdapterSource:
     """Return an adapter of the config; raises ModelError when its folder holds none."""
     path = Path(named.path).expanduser()
+    if path.is_dir():
+        check_files(path)
     return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 

@@ -1,7 +1,8 @@
 """`icehouse serve`: start the server, say how it goes, drain it on a signal.
 
-Start: model folder, tokenizer, address, engine. The address is bound before the model is loaded, so
-that a taken port is known at once; health stays NOT_SERVING until the model is warm.
+Start: model folder, tokenizer, address, engine. Whether the address and the cache directory are free is
+looked at first, so that a taken one is known at once. The address is bound before the model is loaded;
+health stays NOT_SERVING until the model is warm.
 Stop: no new calls, running ones finish within the grace, then the engine's thread ends.
 """
 
@@ -19,6 +20,7 @@ from typing import NoReturn
 
 import uvloop
 
+from icehouse_server.bootstrap.cache import check_directory
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
     give_back_large_arrays,
@@ -35,7 +37,7 @@ from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
 from icehouse_server.config.load import environment
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
-from icehouse_server.rpc.address import check_address
+from icehouse_server.rpc.address import check_address, check_free
 from icehouse_server.rpc.engine_client.router import Router
 
 _log = logging.getLogger("icehouse.boot")
@@ -73,8 +75,10 @@ def _allow_open_files(connection: ConnectionConfig) -> None:
 async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
-    # A model may take minutes to be fetched or made.
+    # Finding and loading a model may take minutes, after which nobody wants to hear of these.
     check_address(config.server, config.security)
+    check_free(config.server)
+    check_directory(config.cache)
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         model = locate_model(config.model, on_progress=on_progress)
         fields.update(model=model.model_id, path=model.path)

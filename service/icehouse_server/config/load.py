@@ -20,6 +20,7 @@ from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
 from icehouse_server.config.security import SecurityConfig
 from icehouse_server.config.setting import Setting, Value
 from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.small_file import read_small_file
 
 FILE_VARIABLE = "ICEHOUSE_CONFIG"
 """Names the TOML file, like `--config`."""
@@ -124,7 +125,7 @@ def _build(values: Mapping[str, Value]) -> Config:
 
 def _read_file(file: Path) -> dict[str, object]:
     try:
-        document = tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+        document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
     except OSError as error:
         raise _invalid(
             f"cannot read the config file {file}: {error.strerror}; check --config", field="config"

@@ -102,6 +102,17 @@ def check_address(config: ServerConfig, security: SecurityConfig) -> None:
     )
 
 
+def check_free(config: ServerConfig) -> None:
+    """Raise StartError for an address that cannot be had: somebody listens there, or the system refuses.
+
+    Takes nothing: what is free now may be taken by the time the server binds it.
+    """
+    if config.uds is not None:
+        _check_socket(Path(config.uds).expanduser())
+    elif _try_to_listen(host=config.host, port=config.port) is not None:
+        raise _tcp_error(host=config.host, port=config.port)
+
+
 def _missing_at(config: ServerConfig, security: SecurityConfig) -> str:
     """Return what the address should have and lacks; nothing where only this machine reaches it."""
     if config.uds is not None or is_loopback(config.host):
@@ -173,12 +184,7 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
     if size_bytes > UDS_PATH_BYTE_LIMIT:
         raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
     _prepare_folder(path)
-    if path.exists():
-        # gRPC would replace the socket of a running server without a word.
-        if not path.is_socket():
-            raise _uds_error(path, "a file that is no socket is there")
-        if _somebody_listens(path):
-            raise _uds_error(path, "another server listens there")
+    _check_socket(path)
     # The socket's own permissions are the credentials of its peers: the system lets nobody connect but
     # its owner, and the mask leaves no moment in which it would. gRPC tells no more about a peer: its
     # auth context for such a socket holds no user id.
@@ -191,6 +197,16 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
     finally:
         os.umask(old_mask)
     return Bound(f"unix:{path}", SocketFile.at(path))
+
+
+def _check_socket(path: Path) -> None:
+    if not path.exists():
+        return
+    # gRPC would replace the socket of a running server without a word.
+    if not path.is_socket():
+        raise _uds_error(path, "a file that is no socket is there")
+    if _somebody_listens(path):
+        raise _uds_error(path, "another server listens there")
 
 
 def _prepare_folder(path: Path) -> None:

@@ -14,7 +14,16 @@ from icehouse_server.errors import Reason, StartError
 
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHORTAGE_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_FOREIGN_CODES = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_MISMATCH})
+_FOREIGN_CODES = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_SCHEMA,
+        sqlite3.SQLITE_MISMATCH,
+        # Values longer, and work that takes longer, than any of ours.
+        sqlite3.SQLITE_TOOBIG,
+        sqlite3.SQLITE_INTERRUPT,
+    }
+)
 _DAMAGED_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 
 

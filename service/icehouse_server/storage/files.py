@@ -3,6 +3,9 @@
 Every file the cache writes goes through a `Files`, so that a test can make each verb fail
 once, or stop the world after it. SQLite does its own I/O and is not behind this seam.
 Every verb raises `OSError` with the operating system's errno; none of them logs or retries.
+
+Below a guarded root every folder on the way is opened by itself and checked, each time, so that a
+link planted there leads nowhere, however late it comes.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import fcntl
 import logging
 import os
 import stat as stat_module
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -33,6 +36,10 @@ _INODE_MASK = (1 << 63) - 1
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+_OTHERS_WRITE = 0o002
+"""Others, not the group: a volume of a container is often its group's."""
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,15 +53,25 @@ class FileInfo:
     inode: int
     """Stays with the file through a rename, so it tells two swapped files apart."""
     is_directory: bool
-    is_link: bool = False
-    mode: int = 0o600
+    is_link: bool
+    is_file: bool
+    """Whether it is a plain file: no folder, link, pipe, socket or device."""
+    mode: int
     """Permission bits."""
-    owner_id: int = -1
-    """The user whose it is; -1 when nobody asked."""
+    owner_id: int
+    name_count: int
+    """Hard links: the names that this file has, here and elsewhere."""
 
 
 class Files(Protocol):
     """What the cache may do to a disk. Paths are absolute; descriptors are the system's."""
+
+    def guard(self, root: str) -> None:
+        """Follow no link below `root` from now on, and use no folder or file there that is not ours.
+
+        The root itself may be a link: what it leads to now is what counts.
+        """
+        ...
 
     def make_dir(self, path: str) -> None:
         """Create a directory, mode 0700, and the parents it lacks; an existing one is fine."""
@@ -126,19 +143,30 @@ class SystemFiles:
 
     def __init__(self) -> None:
         self._can_flush_drive = True
+        self._roots: dict[str, str] = {}
+        """Guarded roots, each with what it led to."""
+
+    def guard(self, root: str) -> None:
+        self._roots[root] = os.path.realpath(root)
 
     def make_dir(self, path: str) -> None:
+        if self._root_of(path) not in (None, path):
+            with contextlib.suppress(FileExistsError), self._folder_of(path) as (folder, name):
+                os.mkdir(name, mode=DIRECTORY_MODE, dir_fd=folder)
+            return
         # Not by makedirs, whose mode is that of the last folder alone.
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
-        for folder in reversed(missing):
+        for each in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, mode=DIRECTORY_MODE)
+                os.mkdir(each, mode=DIRECTORY_MODE)
 
     def create(self, path: str) -> int:
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        with self._folder_of(path) as (folder, name):
+            return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
     def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> int:
         pending = [view for part in parts if (view := memoryview(part)).nbytes]
@@ -169,21 +197,20 @@ class SystemFiles:
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
+        with self._folder_of(source) as (old_folder, old_name), self._folder_of(target) as (folder, name):
+            os.rename(old_name, name, src_dir_fd=old_folder, dst_dir_fd=folder)
 
     def fsync_dir(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with self._opened_folder(path) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        with self._folder_of(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
     def list(self, path: str) -> list[FileInfo]:
         found = []
-        with os.scandir(path) as entries:
+        with self._opened_folder(path) as folder, os.scandir(folder) as entries:
             for entry in entries:
                 # What was renamed or removed since is not there.
                 with contextlib.suppress(FileNotFoundError):
@@ -191,13 +218,27 @@ class SystemFiles:
         return found
 
     def stat(self, path: str) -> FileInfo:
-        info = os.lstat(path)
+        with self._folder_of(path) as (folder, name):
+            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(os.path.basename(path), info)
 
     def open(self, path: str) -> int:
         # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a
         # pipe have us wait for its writer; to files it is nothing.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with self._folder_of(path) as (folder, name):
+            descriptor = os.open(name, flags, dir_fd=folder)
+        try:
+            info = _info(name, os.fstat(descriptor))
+            if folder is not None:
+                # It is read only, so a second name does no harm.
+                _refuse_foreign(info, is_shared_fine=True)
+            elif not info.is_file:
+                raise OSError(errno.EINVAL, "It is no plain file", path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
         pending = [part for part in parts if part.nbytes]
@@ -214,14 +255,18 @@ class SystemFiles:
         return os.fstat(descriptor).st_size
 
     def free_bytes(self, path: str) -> int:
-        info = os.statvfs(path)
+        with self._opened_folder(path) as descriptor:
+            info = os.fstatvfs(descriptor)
         return info.f_bavail * info.f_frsize
 
     def lock(self, path: str, *, owner: str) -> int:
-        # O_NOFOLLOW: a link planted here must not have us write into another file.
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, FILE_MODE)
+        # Nothing of it is changed before it is known to be a file of ours: a link planted here, of either
+        # kind, must not have us write into another one.
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with self._folder_of(path) as (folder, name):
+            descriptor = os.open(name, flags, FILE_MODE, dir_fd=folder)
         try:
+            _refuse_foreign(_info(name, os.fstat(descriptor)))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, owner.encode(), 0)
@@ -232,9 +277,67 @@ class SystemFiles:
 
     def is_at(self, descriptor: int, path: str) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+            with self._folder_of(path) as (folder, name):
+                there = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        return os.path.samestat(os.fstat(descriptor), there)
+
+    def _root_of(self, path: str) -> str | None:
+        """Return the guarded root that a path is, or is below."""
+        return next((root for root in self._roots if path == root or path.startswith(root + "/")), None)
+
+    @contextlib.contextmanager
+    def _folder_of(self, path: str) -> Iterator[tuple[int | None, str]]:
+        """Yield the open folder that a path lies in, and its name there; no folder where nobody guards it."""
+        folder, _, name = path.rpartition("/")
+        if self._root_of(folder) is None:
+            yield None, path
+            return
+        with self._opened_folder(folder) as descriptor:
+            yield descriptor, name
+
+    @contextlib.contextmanager
+    def _opened_folder(self, path: str) -> Iterator[int]:
+        """Yield a folder, opened by way of each guarded one above it."""
+        root = self._root_of(path)
+        descriptor = os.open(path if root is None else self._roots[root], _FOLDER_FLAGS)
+        try:
+            names = [] if root is None else path[len(root) :].split("/")[1:]
+            if root is not None:
+                _refuse_foreign(_info(root, os.fstat(descriptor)))
+            for name in names:
+                inner = os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+                _refuse_foreign(_info(name, os.fstat(descriptor)))
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def distrust(info: FileInfo, *, is_folder: bool, is_shared_fine: bool = False) -> str:
+    """Say what is wrong with a folder, or with a file that is written in place; "" when it is ours alone.
+
+    A file with a second name is fine where it is only read.
+    """
+    if info.is_link:
+        return "is a link, which could lead to any file; remove it"
+    if not (info.is_directory if is_folder else info.is_file):
+        return f"is no {'folder' if is_folder else 'plain file'}; remove it"
+    if info.owner_id not in (0, os.geteuid()):
+        return f"belongs to user {info.owner_id}, who could change it; chown it"
+    if info.mode & _OTHERS_WRITE:
+        return f"has mode {info.mode:04o}, so others may write it; chmod go-w it"
+    if not is_folder and not is_shared_fine and info.name_count > 1:
+        return "is a hard link, so whatever else has this file would be changed too; remove it"
+    return ""
+
+
+def _refuse_foreign(info: FileInfo, *, is_shared_fine: bool = False) -> None:
+    problem = distrust(info, is_folder=info.is_directory, is_shared_fine=is_shared_fine)
+    if problem:
+        raise PermissionError(errno.EPERM, f"It {problem}", info.name)
 
 
 def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
@@ -258,8 +361,10 @@ def _info(name: str, info: os.stat_result) -> FileInfo:
         inode,
         is_directory=stat_module.S_ISDIR(info.st_mode),
         is_link=stat_module.S_ISLNK(info.st_mode),
+        is_file=stat_module.S_ISREG(info.st_mode),
         mode=stat_module.S_IMODE(info.st_mode),
         owner_id=info.st_uid,
+        name_count=info.st_nlink,
     )
 
 

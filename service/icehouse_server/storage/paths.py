@@ -13,6 +13,7 @@ BLOCK_SUFFIX = ".safetensors"
 _FOLDER = re.compile(r"[0-9a-f]{16}")
 _BLOCK = re.compile(r"([0-9a-f]{64})\.safetensors")
 _PARTIAL = re.compile(r"[0-9a-f]{64}\.safetensors\.partial")
+_BESIDE_BLOCKS = re.compile(r"lock|ballast|(clean|digests|keys|manifest)\..*")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ class StorePaths:
 def is_folder_name(name: str) -> bool:
     """Say whether `name` can be a fingerprint's folder."""
     return _FOLDER.fullmatch(name) is not None
+
+
+def is_root_file_name(name: str) -> bool:
+    """Say whether `name` in the root is that of a file of ours, SQLite's logs included."""
+    return _BESIDE_BLOCKS.fullmatch(name) is not None
 
 
 def is_partial_name(name: str) -> bool:

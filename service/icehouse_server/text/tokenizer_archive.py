@@ -16,6 +16,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.small_file import MODEL_FILE_LIMIT_BYTES, read_small_file
 
 _NAMES = frozenset(
     {
@@ -54,7 +55,7 @@ def read_tokenizer_archive(folder: Path) -> TokenizerArchive:
             for file in _files(folder, _NAMES | _IMAGE_NAMES):
                 entry = zipfile.ZipInfo(file.name, _DATE)
                 entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, file.read_bytes())
+                archive.writestr(entry, _read(file))
     except OSError as error:
         raise _unreadable(folder, error) from error
     data = buffer.getvalue()
@@ -66,7 +67,7 @@ def tokenizer_digest_hex(folder: Path) -> str:
     digest = hashlib.sha256()
     try:
         for file in _files(folder, _NAMES):
-            data = file.read_bytes()
+            data = _read(file)
             digest.update(f"{file.name}\0{len(data)}\0".encode() + data)
     except OSError as error:
         raise _unreadable(folder, error) from error
@@ -77,6 +78,10 @@ def _files(folder: Path, names: Set[str]) -> Iterator[Path]:
     for file in sorted(folder.iterdir()):
         if (file.name in names or file.suffix in _ENDINGS) and file.is_file():
             yield file
+
+
+def _read(file: Path) -> bytes:
+    return read_small_file(file, limit_bytes=MODEL_FILE_LIMIT_BYTES).content
 
 
 def _unreadable(folder: Path, error: OSError) -> ModelError:

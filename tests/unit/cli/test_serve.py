@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +29,10 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
+from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.directory.store import BlockStore
+from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
@@ -227,6 +232,28 @@ async def test_an_open_address_is_refused_before_a_model_is_looked_for() -> None
     with pytest.raises(StartError) as caught:
         await serve._serve(config, SystemClock(), ServiceManager(None))
     assert caught.value.reason is Reason.ADDRESS_INSECURE
+
+
+@pytest.mark.parametrize("taken", ["port", "socket", "cache"])
+async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path, taken: str) -> None:
+    flags: dict[str, object] = {"model.model": "no/such folder", "cache.directory": str(tmp_path / "cache")}
+    with contextlib.ExitStack() as held:
+        if taken == "port":
+            other = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            flags["server.port"] = other.getsockname()[1]
+        elif taken == "socket":
+            listener = held.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(tmp_path / "s"))
+            listener.listen()
+            flags["server.uds"] = str(tmp_path / "s")
+        else:
+            flags["server.port"] = 0
+            held.callback(os.close, take_lock(SystemFiles(), StorePaths(str(tmp_path / "cache"))))
+        config = load_config(flags=flags, environ={}).config
+        with pytest.raises(StartError) as caught:
+            await serve._serve(config, SystemClock(), ServiceManager(None))
+    assert caught.value.reason is (Reason.STORE_LOCKED if taken == "cache" else Reason.ADDRESS_IN_USE)
+    assert taken == "cache" or not (tmp_path / "cache").exists()
 
 
 async def test_the_log_says_that_the_cache_is_had_only_where_it_is(

@@ -23,7 +23,7 @@ from icehouse_server.cli.cache.block_facts import (
     model_text,
     record_facts,
 )
-from icehouse_server.cli.terminal.console import AsJson, confirm, err, out, print_json
+from icehouse_server.cli.terminal.console import AsJson, confirm, err, harmless, out, print_json
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.config.setting import size_text
@@ -130,7 +130,9 @@ def check(directory: Directory = None, as_json: AsJson = False) -> None:
     else:
         for item in found:
             detail = f" ({item.detail})" if item.detail else ""
-            out.print(f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}", markup=False)
+            line = f"{item.finding}: {item.path or (item.hash or b'').hex()}{detail}"
+            # Whoever may write the directory chose the names in it.
+            out.print(harmless(line).replace("\n", " "), markup=False)
         counts = ", ".join(f"{n} x {finding}" for finding, n in Counter(i.finding for i in found).items())
         out.print(f"{file_count} files, {counts or 'nothing to repair'}")
     if any(item.finding not in _HARMLESS for item in found):

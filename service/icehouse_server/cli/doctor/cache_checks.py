@@ -13,7 +13,8 @@ from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.config import CacheConfig, Config
 from icehouse_server.config.setting import size_text
 from icehouse_server.errors import StartError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.rpc.own_server import OwnServer, find_own_server
+from icehouse_server.storage.files import SystemFiles, read_text
 from icehouse_server.storage.paths import StorePaths
 
 
@@ -44,7 +45,9 @@ def check_cache(config: Config) -> Check:
     store = StorePaths(str(folder))
     used = f"{size_text(_size_bytes(folder))} of {size_text(config.cache.ssd_bytes)} used"
     owner = _owner(store)
-    if owner is not None:
+    if owner is not None and find_own_server(config.server, config.security) is not OwnServer.ABSENT:
+        used += f", in use by the server that runs (process {owner})"
+    elif owner is not None:
         advice = "one server at a time: stop that process, or choose another --cache-directory"
         return Check("cache", Verdict.FAIL, f"{folder}: {used}, in use by process {owner}", advice)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
@@ -56,7 +59,7 @@ def check_cache(config: Config) -> Check:
         return Check(
             "cache", Verdict.WARN, f"{folder}: {used}, {damaged_count} damaged files set aside", advice
         )
-    if os.path.exists(store.manifest) and not os.path.exists(store.clean_mark):
+    if owner is None and os.path.exists(store.manifest) and not os.path.exists(store.clean_mark):
         advice = "no harm: the next start looks at every file; icehouse cache check does so now"
         return Check("cache", Verdict.WARN, f"{folder}: {used}, not closed cleanly last time", advice)
     return Check("cache", Verdict.OK, f"{folder}: {used}")
@@ -87,13 +90,16 @@ def _is_used(cache: CacheConfig) -> bool:
 
 def _owner(store: StorePaths) -> str | None:
     """Return the process id that the lock's holder wrote down, None when nobody holds the lock."""
+    files = SystemFiles()
     try:
-        with open(store.lock, "rb") as lock:
-            try:
-                # A shared lock, given back at once: two doctors do not disturb each other.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read(64).decode("ascii", errors="replace").strip() or "unknown"
+        lock = files.open(store.lock)
+        try:
+            # A shared lock, given back at once: two doctors do not disturb each other.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return read_text(files, store.lock, limit_bytes=64).strip() or "unknown"
+        finally:
+            files.close(lock)
     except OSError:
         return None
     return None

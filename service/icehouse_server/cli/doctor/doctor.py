@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,9 @@ from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.domain.model import Sight
-from icehouse_server.errors import ModelError, extra_command
+from icehouse_server.errors import ModelError, StartError, extra_command
+from icehouse_server.rpc.address import check_free
+from icehouse_server.rpc.own_server import OwnServer, find_own_server
 
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
@@ -159,22 +160,34 @@ def _check_demo_model(model: DemoModel) -> Check:
 
 
 def check_address(config: Config) -> Check:
-    """Is the port free?"""
+    """Is the port free, or a server of ours there?"""
+    try:
+        check_free(config.server)
+    except StartError as error:
+        return _check_listener(config, error)
     if config.server.uds is not None:
         folder = Path(config.server.uds).expanduser().parent
         if folder.is_dir() and os.access(folder, os.W_OK):
             return Check("address", Verdict.OK, f"unix:{config.server.uds}")
         return Check("address", Verdict.FAIL, f"cannot make a socket in {folder}", "choose another --uds")
-    host, port = config.server.host, config.server.port
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        advice = "stop what listens there, or choose another --port (0 takes a free one)"
-        return Check("address", Verdict.FAIL, f"{host}:{port}: {error.strerror}", advice)
-    return Check("address", Verdict.OK, f"{host}:{port} is free")
+    return Check("address", Verdict.OK, f"{_shown_address(config)} is free")
+
+
+def _check_listener(config: Config, taken: StartError) -> Check:
+    """Is what listens there a server of ours?"""
+    found, address = find_own_server(config.server, config.security), _shown_address(config)
+    if found is OwnServer.RUNNING:
+        return Check("address", Verdict.OK, f"{address}: a server of yours is running")
+    if found is OwnServer.NOT_SERVING:
+        advice = "its model may be loading: icehouse health says when it serves"
+        return Check("address", Verdict.WARN, f"{address}: a server of yours is not serving", advice)
+    advice = "stop what listens there, or choose another --port (0 takes a free one) or --uds"
+    return Check("address", Verdict.FAIL, taken.message.partition(";")[0], advice)
+
+
+def _shown_address(config: Config) -> str:
+    server = config.server
+    return f"{server.host}:{server.port}" if server.uds is None else f"unix:{server.uds}"
 
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (

@@ -47,7 +47,7 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def harmless(text: str) -> str:
-    """Return a model's text without anything that a terminal obeys, but for new lines and tabs."""
+    """Return somebody else's text without anything that a terminal obeys, but for new lines and tabs."""
     return "".join(
         char if char in _KEPT or unicodedata.category(char) not in _OBEYED else _REPLACEMENT for char in text
     )

@@ -10,55 +10,92 @@ from __future__ import annotations
 import dataclasses
 import ssl
 import stat
+import threading
 from pathlib import Path
 
 import grpc
 
 from icehouse_server.config import SecurityConfig
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.small_file import read_small_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Files:
+class _Pair:
     """What was read, to see a change by."""
 
     certificate: bytes
     key: bytes
-    client_ca: bytes | None
 
 
 class Certificates:
-    """Certificate, key and client authorities from files. `refresh` may run on any thread."""
+    """Certificate, key and client authorities from files.
+
+    Each `refresh` may run on a thread of its own: where one file cannot be had, the others are read.
+    """
 
     def __init__(self, *, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate = certificate
         self._key = key
         self._client_ca = client_ca
-        self._files: _Files | None = None
+        self._pair: _Pair | None = None
+        self._authorities: bytes | None = None
+        self._lock = threading.Lock()
+        """For `_configuration`, which is made of both."""
         self._configuration: grpc.ServerCertificateConfiguration | None = None
+
+    @property
+    def has_authorities(self) -> bool:
+        """Whether clients show certificates too."""
+        return self._client_ca is not None
 
     @property
     def key_is_open_to_others(self) -> bool:
         """Whether other users of this machine may read the private key."""
         return bool(stat.S_IMODE(self._key.stat().st_mode) & 0o077)
 
-    def refresh(self) -> bool:
-        """Read the files again; True when they had changed.
+    def refresh_authorities(self) -> bool:
+        """Read the authorities that clients' certificates are of; True when they had changed.
+
+        Raises StartError for a file that holds none. The ones known before then stay.
+        """
+        if self._client_ca is None:
+            return False
+        found = self._read(self._client_ca)
+        if found == self._authorities:
+            return False
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_verify_locations(cadata=found.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
+            raise _error(self._client_ca, f"it holds no certificate of an authority ({error})") from error
+        with self._lock:
+            self._authorities = found
+            self._configure()
+        return True
+
+    def refresh_pair(self) -> bool:
+        """Read the certificate and its key again; True when they had changed.
 
         Raises StartError for files that make no certificate. The one known before then stays.
         """
-        files = self._read()
-        if files == self._files:
+        found = self._read_pair()
+        if found == self._pair:
             return False
-        self._check()
-        if self._read() != files:
+        self._check_pair()
+        if self._read_pair() != found:
             # Being replaced right now; the next look finds them at rest.
             return False
-        self._configuration = grpc.ssl_server_certificate_configuration(
-            [(files.key, files.certificate)], files.client_ca
-        )
-        self._files = files
+        with self._lock:
+            self._pair = found
+            self._configure()
         return True
+
+    def _configure(self) -> None:
+        if self._pair is not None:
+            self._configuration = grpc.ssl_server_certificate_configuration(
+                [(self._pair.key, self._pair.certificate)], self._authorities
+            )
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return what to listen with. Keep this object for as long as the server listens."""
@@ -73,17 +110,17 @@ class Certificates:
         assert self._configuration is not None, "the certificate was not read before it was to be used"
         return self._configuration
 
-    def _read(self) -> _Files:
-        client_ca = None if self._client_ca is None else self._read_one(self._client_ca)
-        return _Files(self._read_one(self._certificate), self._read_one(self._key), client_ca)
+    def _read_pair(self) -> _Pair:
+        return _Pair(self._read(self._certificate), self._read(self._key))
 
-    def _read_one(self, path: Path) -> bytes:
+    @staticmethod
+    def _read(path: Path) -> bytes:
         try:
-            return path.read_bytes()
+            return read_small_file(path).content
         except OSError as error:
             raise _error(path, error.strerror or "it cannot be read") from error
 
-    def _check(self) -> None:
+    def _check_pair(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # An empty password: a key that wants one must fail, not ask at the terminal.
@@ -92,12 +129,6 @@ class Certificates:
             raise _error(
                 self._certificate, f"with the key {self._key} it makes no certificate ({error})"
             ) from error
-        if self._client_ca is None:
-            return
-        try:
-            context.load_verify_locations(self._client_ca)
-        except (ssl.SSLError, OSError) as error:
-            raise _error(self._client_ca, f"it holds no certificate of an authority ({error})") from error
 
 
 def certificates_of(config: SecurityConfig) -> Certificates | None:

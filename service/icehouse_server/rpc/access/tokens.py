@@ -13,12 +13,12 @@ import hashlib
 import hmac
 import re
 import secrets
-import stat
 from pathlib import Path
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.small_file import read_small_file
 
 TOKEN_PREFIX = "icehouse_"
 """Lets scanners of repositories and logs know one when they see it."""
@@ -76,11 +76,12 @@ class TokenFile:
         Raises StartError for a file that cannot be used. The tokens known before then stay.
         """
         try:
-            if stat.S_IMODE(self._path.stat().st_mode) & 0o022:
-                raise self._error("others than its owner may write it; chmod 600 mends that")
-            content = self._path.read_bytes()
+            file = read_small_file(self._path)
         except OSError as error:
             raise self._error(error.strerror or "it cannot be read") from error
+        if file.mode & 0o022:
+            raise self._error("others than its owner may write it; chmod 600 mends that")
+        content = file.content
         if content == self._content:
             return False
         self._tokens = self._parse(content)

@@ -25,6 +25,15 @@ _PORTS: Final = {"https": 443, "http": 80}
 _LOOKED_AT: Final = ipaddress.ip_network("64:ff9b::/96")
 """Addresses of IPv4 as networks without it write them (RFC 6052)."""
 _GLOBAL: Final = ipaddress.ip_network("2000::/3")
+_SPECIAL: Final = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24"),
+        *("2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+    )
+)
+"""Networks of IANA's special-purpose registries that some version of `ipaddress` takes for global, be it
+because the registry does too: relays, anycast and documentation, where nobody serves images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,14 +139,14 @@ def ip_address_of(host: str) -> IpAddress | None:
 
 def is_public(address: IpAddress) -> bool:
     """Whether an address is of the internet, not of this machine, its networks or the like."""
+    if any(address in network for network in _SPECIAL):
+        return False
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not address.is_multicast
     if address.ipv4_mapped is not None:
         return is_public(address.ipv4_mapped)
     if address in _LOOKED_AT:
         return is_public(ipaddress.IPv4Address(address.packed[-4:]))
-    if address.sixtofour is not None and not is_public(address.sixtofour):
-        return False
     return address in _GLOBAL and address.is_global
 
 

@@ -1,8 +1,8 @@
 """Image files below allowed folders, opened step by step so that no link leads out. Not the event loop.
 
-No link is followed below the folder, and nothing but a plain file is opened: whoever may write into the
-folder must not choose what else the server reads. A file that is not there, may not be read or is none is
-refused in the same words.
+No link is followed below the folder, and nothing but a plain file with one name is read: whoever may
+write into the folder must not choose what else the server reads. A file that is not there, may not be
+read or is none is refused in the same words.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: in
         raise _unreadable(field)
     file = keep(os.open(name, _FILE_FLAGS, dir_fd=place))
     facts = os.fstat(file)
-    if not stat.S_ISREG(facts.st_mode):
+    # One with another name may be from elsewhere: whoever may write here could have linked what is ours.
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         raise _unreadable(field)
     if facts.st_size > limit_bytes:
         raise too_long(field, limit_bytes)
@@ -58,4 +59,4 @@ def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: in
 
 
 def _unreadable(field: str) -> InvalidRequest:
-    return refused(field, "is no file that the server can read; links are not followed")
+    return refused(field, "is no file that the server can read; links, hard ones too, are not followed")

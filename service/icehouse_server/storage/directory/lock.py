@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.storage.files import Files, read_text
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.files import FileInfo, Files, distrust, read_text
+from icehouse_server.storage.paths import StorePaths, is_folder_name, is_root_file_name
 
 
 def take_lock(files: Files, paths: StorePaths) -> int:
@@ -43,36 +43,34 @@ def take_lock(files: Files, paths: StorePaths) -> int:
 
 
 def check_trust(files: Files, paths: StorePaths) -> None:
-    """Refuse a directory that others may write, or whose parts are links or somebody else's.
+    """Refuse a directory that others may write, or whose parts are links or somebody else's, and have
+    `files` keep to that from now on.
 
     The root itself may be a link, to a larger disk for example; it is then its target that counts.
-    Raises `StartError`.
+    Raises `StartError`, or `OSError` from the disk.
     """
     root = os.path.realpath(paths.root)
-    names = (paths.blocks, paths.quarantine, paths.manifest, paths.lock)
-    for path in (root, *names):
-        try:
-            info = files.stat(path)
-        except FileNotFoundError:
-            continue
-        if info.is_link:
-            raise _untrusted(path, "is a link, which could lead to any file; remove it")
-        if info.owner_id not in (-1, 0, os.geteuid()):
-            raise _untrusted(path, f"belongs to user {info.owner_id}, who could change it; chown it")
-        if info.mode & _OTHERS_WRITE:
-            raise _untrusted(path, f"has mode {info.mode:04o}, so others may write it; chmod go-w it")
+    _check(root, files.stat(root), is_folder=True)
+    files.guard(paths.root)
+    folders = {paths.blocks, paths.quarantine}
+    for info in files.list(paths.root):
+        path = f"{paths.root}/{info.name}"
+        if path in folders or is_root_file_name(info.name):
+            _check(path, info, is_folder=path in folders)
+    with contextlib.suppress(FileNotFoundError):
+        for info in files.list(paths.blocks):
+            if is_folder_name(info.name):
+                _check(f"{paths.blocks}/{info.name}", info, is_folder=True)
 
 
-_OTHERS_WRITE = 0o002
-"""Others, not the group: a volume of a container is often its group's."""
-
-
-def _untrusted(path: str, what: str) -> StartError:
-    return StartError(
-        Reason.STORE_UNUSABLE,
-        f"{path} {what}, or choose another cache directory",
-        metadata={"path": path},
-    )
+def _check(path: str, info: FileInfo, *, is_folder: bool) -> None:
+    problem = distrust(info, is_folder=is_folder)
+    if problem:
+        raise StartError(
+            Reason.STORE_UNUSABLE,
+            f"{path} {problem}, or choose another cache directory",
+            metadata={"path": path},
+        )
 
 
 _LIMIT_BYTES = 1 << 20

@@ -9,12 +9,12 @@ Every method raises `sqlite3.Error` when the database cannot do it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import operator
 import sqlite3
 import struct
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +24,7 @@ from icehouse_server.domain.blocks import pack_tokens, unpack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.header import regions_to_json
-from icehouse_server.storage.directory.migrations import migrations
-from icehouse_server.storage.disk_error import ForeignManifest
+from icehouse_server.storage.directory.migrations import check_objects, check_schema, migrations
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.record import BlockRecord
 
@@ -42,6 +41,12 @@ LOG_ALLOWANCE_BYTES = 4 << 20
 _LOG_LIMIT_PAGES = 256
 GROWTH_ALLOWANCE_BYTES = _LOG_LIMIT_PAGES * 4096
 """How much the database may grow by one row: folding the log into it adds all of the log's pages."""
+_VALUE_LIMIT_BYTES = 16 << 20
+"""Most bytes of a value or a row: far more than a block's token ids and regions take."""
+_OPENING_LIMIT_STEPS = 10_000_000
+"""Steps of SQLite's machine that one statement of the opening may take: about a second's."""
+_COUNT_LIMIT = 1 << 62
+"""Counts that nobody wrote: what is added to them must still be an integer of SQLite's."""
 _CHUNK = 500
 """Hashes per statement; SQLite's oldest limit on variables is 999."""
 
@@ -61,7 +66,10 @@ class Manifest:
         """
         connection = _connect(path, cached_statements=64)
         try:
+            # Nothing that is done here takes long: what does was made to.
+            connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
             database = Database(connection, execute_plugins=False, strict=True)
+            check_objects(database)
             database.enable_wal()
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
@@ -69,7 +77,8 @@ class Manifest:
             # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
             connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
-            _check_schema(database)
+            check_schema(database)
+            connection.set_progress_handler(None, 0)
         except BaseException:
             connection.close()
             raise
@@ -77,9 +86,18 @@ class Manifest:
 
     @classmethod
     def open_read_only(cls, path: str) -> Manifest:
-        """Open an existing manifest without changing it; one may be open for writing elsewhere."""
-        connection = _connect(f"file:{path}?mode=ro", uri=True)
-        return cls(Database(connection, execute_plugins=False))
+        """Open an existing manifest without changing it; one may be open for writing elsewhere.
+
+        Raises `ForeignManifest` when there is anything in it that is not ours.
+        """
+        connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
+        database = Database(connection, execute_plugins=False)
+        try:
+            check_objects(database)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(database)
 
     def close(self, *, checkpoint: bool = True) -> None:
         """Close the connection; the last one folds the write-ahead log into the database."""
@@ -125,7 +143,7 @@ class Manifest:
                     )
                     is_as_written = not check_facts or row[18] == f"{record.facts_checksum():016x}"
                     # A column may be empty, and no checksum is over what happens to a block.
-                    sound = is_as_written and None not in record
+                    sound = is_as_written and None not in record and record.hit_count < _COUNT_LIMIT
                 except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
                     sound = False
                 if sound:
@@ -169,8 +187,8 @@ class Manifest:
             if written_bytes:
                 self._connection.execute(
                     "INSERT INTO written_days (day, size_bytes) VALUES (?, ?) "
-                    "ON CONFLICT (day) DO UPDATE SET size_bytes = size_bytes + excluded.size_bytes",
-                    (day, written_bytes),
+                    "ON CONFLICT (day) DO UPDATE SET size_bytes = min(size_bytes, ?) + excluded.size_bytes",
+                    (day, written_bytes, _COUNT_LIMIT),
                 )
                 self._connection.execute("DELETE FROM written_days WHERE day < ?", (day - 31,))
 
@@ -306,47 +324,25 @@ def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> s
     )
     # A damaged text is a wrong value of its row, not an error of the whole database.
     connection.text_factory = _text
+    _distrust(connection)
     return connection
+
+
+def _distrust(connection: sqlite3.Connection) -> None:
+    """Have SQLite take the file for a stranger's, whose definitions and pages may be made to harm."""
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_LIMIT_BYTES)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 64)
+    # From Python 3.12 on.
+    set_config = getattr(connection, "setconfig", None)
+    if set_config is not None:
+        set_config(getattr(sqlite3, "SQLITE_DBCONFIG_DEFENSIVE"), True)  # noqa: B009
 
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "backslashreplace")
-
-
-def _columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
-    """Return type, key and whether it must be given of each column, by table."""
-    connection = database.conn
-    assert connection is not None
-    tables = ("fingerprints", "blocks", "block_contents", "written_days")
-    return {
-        table: {
-            name: (kind, bool(key), bool(is_required) and default is None and not key)
-            for _, name, kind, is_required, default, key in connection.execute(f"PRAGMA table_info({table})")
-        }
-        for table in tables
-    }
-
-
-@functools.cache
-def _own_columns() -> dict[str, dict[str, tuple[str, bool, bool]]]:
-    connection = sqlite3.connect(":memory:")
-    try:
-        database = Database(connection, execute_plugins=False, strict=True)
-        migrations.apply(database)
-        return _columns(database)
-    finally:
-        connection.close()
-
-
-def _check_schema(database: Database) -> None:
-    """Raise `ForeignManifest` unless each column of ours is there as we made it, and no other is required."""
-    found = _columns(database)
-    for table, ours in _own_columns().items():
-        theirs = found[table]
-        wrong = [name for name, column in ours.items() if theirs.get(name) != column]
-        wrong += [name for name, column in theirs.items() if name not in ours and column[2]]
-        if wrong:
-            raise ForeignManifest(f"Table {table} is not of this version: columns {', '.join(wrong)}")
 
 
 def _contents_row(file: BlockFile) -> tuple[object, ...]:

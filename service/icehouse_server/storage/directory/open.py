@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.directory.lock import snapshot, take_mark
+from icehouse_server.storage.directory.lock import check_trust, snapshot, take_mark
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY
@@ -50,13 +50,9 @@ def open_store(
     """Open the manifest, reconcile it with the files and return what is usable.
 
     The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
-    refuses; running it again is safe.
+    refuses, `StartError` when something there is not ours alone; running it again is safe.
     """
-    for path in (paths.root, paths.blocks, paths.quarantine):
-        files.make_dir(path)
-    files.fsync_dir(paths.root)
-    if cipher is not None and cipher.wrapped_key:
-        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
+    _prepare(files, paths, cipher)
     started = clock.monotonic()
     is_clean = _matches_mark(files, paths)
     manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
@@ -112,6 +108,17 @@ def _quarantined(files: Files, paths: StorePaths) -> dict[BlockHash, int]:
         for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
         if (block_hash := parse_block_name(info.name)) is not None
     }
+
+
+def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
+    """Make the folders, see that all that is there is ours, and that the key is."""
+    for path in (paths.root, paths.blocks, paths.quarantine):
+        files.make_dir(path)
+    # Since the lock was taken somebody may have put a link where SQLite will look.
+    check_trust(files, paths)
+    files.fsync_dir(paths.root)
+    if cipher is not None and cipher.wrapped_key:
+        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
 
 
 def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
@@ -189,6 +196,10 @@ def _load_manifest(
 
 def create_private(files: Files, paths: StorePaths) -> bool:
     """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
+    # Rows are written by way of a log. What a rollback journal says SQLite believes before we see any of it,
+    # the name of a file to remove included.
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(paths.manifest + "-journal")
     try:
         files.close(files.create(paths.manifest))
     except FileExistsError:

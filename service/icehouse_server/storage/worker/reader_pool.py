@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -147,7 +148,7 @@ class ReaderPool:
         self._has_cores.set()
         self._pause = pause or self._has_cores.wait
         self._files = files
-        self._paths = StorePaths(settings.directory)
+        self._paths = StorePaths(os.path.abspath(settings.directory))
         self._clock = clock
         self._post = post
         self._report = report

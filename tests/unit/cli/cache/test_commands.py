@@ -73,6 +73,14 @@ def test_check_tells_and_changes_nothing(directory):
         assert (code, found) == (1, ["file of a row, not valid", "row without file"])
 
 
+def test_a_files_name_cannot_command_the_terminal(directory):
+    for name in (b"\x1b[31mred", b"two\nlines", "\u202eright to left".encode(), b"\xff"):
+        os.close(os.open(os.fsencode(directory) + b"/blocks/" + name, os.O_CREAT | os.O_WRONLY))
+    code, text = run("check", "--cache-directory", directory)
+    assert code == 0 and "red" in text
+    assert not set(text) & {"\x1b", "\u202e"} and "\nlines" not in text
+
+
 def test_check_does_not_complain_about_what_is_harmless(directory):
     path = StorageThread(directory).path(make_chain(3)[0])
     os.utime(path, ns=(1, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import socket
@@ -22,6 +23,7 @@ from icehouse_server.config import (
 
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.storage_thread import StorageThread
+from tests.unit.rpc.conftest import running
 
 
 def with_model(name: object) -> Config:
@@ -37,6 +39,38 @@ def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
         check = doctor.check_address(config)
         assert check.verdict is Verdict.FAIL and str(port) in check.detail and "--port" in check.advice
     assert doctor.check_address(config).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_server_of_ours_has_the_port_and_the_cache_directory(tmp_path: Path, ready: bool) -> None:
+    """`systemctl start icehouse && icehouse doctor` ends well."""
+    with StorageThread(tmp_path / "cache"):
+        async with running(ready=ready) as served:
+            port = int(served.server.address.rpartition(":")[2])
+            config = Config(
+                server=ServerConfig(port=port),
+                cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30),
+            )
+            address = await asyncio.to_thread(doctor.check_address, config)
+            cache = await asyncio.to_thread(cache_checks.check_cache, config)
+    assert address.verdict is (Verdict.OK if ready else Verdict.WARN)
+    assert "a server of yours" in address.detail
+    assert cache.verdict is Verdict.OK and f"process {os.getpid()}" in cache.detail
+
+
+async def test_a_socket_of_ours_and_one_of_somebody_else(tmp_path: Path) -> None:
+    config = Config(server=ServerConfig(uds=str(tmp_path / "s")))
+    async with running(uds=str(tmp_path / "s")):
+        assert (await asyncio.to_thread(doctor.check_address, config)).verdict is Verdict.OK
+    (tmp_path / "s").touch()
+    assert doctor.check_address(config).verdict is Verdict.FAIL
+
+
+def test_a_pipe_in_the_place_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
+    config = Config(cache=CacheConfig(directory=str(tmp_path), ssd_bytes=1 << 30))
+    tmp_path.chmod(0o700)
+    os.mkfifo(tmp_path / "lock")
+    assert "process" not in cache_checks.check_cache(config).detail
 
 
 def test_more_connections_than_files_may_be_open_are_told() -> None:

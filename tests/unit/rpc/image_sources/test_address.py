@@ -165,6 +165,33 @@ def test_addresses_of_this_machine_and_its_networks_are_not_public(text: str) ->
     assert not RULES.reaches(address, 443, host="pictures.example", is_secure=True)
 
 
+REGISTERED = (
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+    *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24"),
+    *("192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+    *("224.0.0.0/4", "240.0.0.0/4"),
+    *("::/96", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23", "2001:db8::/32", "2002::/16"),
+    *("2620:4f:8000::/48", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8"),
+)
+"""IANA's registries of special-purpose addresses (November 2025) with multicast and what was given up."""
+
+
+@pytest.mark.parametrize("text", REGISTERED)
+def test_no_registered_special_purpose_is_public(text: str) -> None:
+    network = ipaddress.ip_network(text)
+    for address in (network[0], network[1], network[network.num_addresses // 2], network[-1]):
+        assert not is_public(address), address
+        if isinstance(address, ipaddress.IPv4Address):
+            number = int(address)
+            for inside in ("::ffff:0:0", "64:ff9b::"):
+                assert not is_public(ipaddress.IPv6Address(int(ipaddress.IPv6Address(inside)) | number))
+
+
+def test_what_lies_beside_a_special_purpose_is_public() -> None:
+    for text in ("192.88.98.1", "192.88.100.1", "3ffe::1", "2001:200::1", "192.0.1.1", "2620:4f:7fff::1"):
+        assert is_public(ipaddress.ip_address(text)), text
+
+
 @pytest.mark.parametrize("text", ["8.8.8.8", "2606:4700::1", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
 def test_addresses_of_the_internet_are(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))

@@ -71,6 +71,10 @@ def link_to_a_file(place: Path, folder: Path) -> None:
     place.symlink_to(folder.parent / "secret")
 
 
+def hard_link(place: Path, folder: Path) -> None:
+    place.hardlink_to(folder.parent / "secret")
+
+
 def link_up(place: Path, folder: Path) -> None:
     place.symlink_to("../secret")
 
@@ -102,7 +106,7 @@ def nothing(place: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [link_to_a_file, link_up, link_inside, pipe, subfolder, listener, nothing],
+    [link_to_a_file, hard_link, link_up, link_inside, pipe, subfolder, listener, nothing],
     ids=lambda m: m.__name__,
 )
 def test_what_is_no_plain_file_is_refused_in_the_same_words(

@@ -1,0 +1,83 @@
+"""Own server: whether what listens at the configured address is an Icehouse started with these settings.
+
+For commands beside a running server, which has the port and the cache directory that they look at. Blocks
+for some seconds at most, and needs no credentials: over TLS the certificate is what a server is known by,
+in plain text its answer to a health check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+import socket
+import ssl
+from pathlib import Path
+from typing import Any, Final, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from icehouse_server.config import SecurityConfig, ServerConfig
+from icehouse_server.rpc.calls.status import ERROR_DOMAIN
+from icehouse_server.small_file import read_small_file
+
+_TIMEOUT_S: Final = 3.0
+_SERVICE: Final = "icehouse.v1.InferenceService"
+_EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+class OwnServer(enum.Enum):
+    """What listens there."""
+
+    ABSENT = enum.auto()
+    """Nothing, or somebody else's server."""
+    NOT_SERVING = enum.auto()
+    """One of ours whose model is loading, or that is about to end."""
+    RUNNING = enum.auto()
+
+
+def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer:
+    """Ask who listens at the configured address."""
+    if server.uds is None and security.tls_certificate is not None:
+        is_own = _shows_certificate(server, Path(security.tls_certificate).expanduser())
+        return OwnServer.RUNNING if is_own else OwnServer.ABSENT
+    host = _EVERYWHERE.get(server.host, server.host)
+    shown_host = f"[{host}]" if ":" in host else host
+    target = f"{shown_host}:{server.port}" if server.uds is None else f"unix:{Path(server.uds).expanduser()}"
+    return _ask_for_health(target)
+
+
+def _ask_for_health(target: str) -> OwnServer:
+    # No proxy can reach what listens here, and that it could not be reached before means nothing.
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(target, options=options) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            # Refused by us, where health checks want credentials too.
+            is_own = ERROR_DOMAIN in str(cast(Any, error).trailing_metadata())
+            return OwnServer.RUNNING if is_own else OwnServer.ABSENT
+    is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return OwnServer.RUNNING if is_serving else OwnServer.NOT_SERVING
+
+
+def _shows_certificate(server: ServerConfig, path: Path) -> bool:
+    """Say whether the port shows the certificate in a file, whose key nobody else should have."""
+    context = ssl.create_default_context()
+    # Who signed it and for what name is nothing to us.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host = _EVERYWHERE.get(server.host, server.host)
+    with contextlib.suppress(OSError, ValueError):
+        found = _CERTIFICATE.search(read_small_file(path).content.decode("ascii", "ignore"))
+        with (
+            socket.create_connection((host, server.port), timeout=_TIMEOUT_S) as plain,
+            context.wrap_socket(plain) as secured,
+        ):
+            shown = secured.getpeercert(binary_form=True)
+        return found is not None and ssl.PEM_cert_to_DER_cert(found[0]) == shown
+    return False

@@ -1,0 +1,46 @@
+"""Model folders: what cannot be read without waiting for somebody is refused before anything is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
+from icehouse_server.bootstrap.server import adapter_source
+from icehouse_server.config import ModelConfig
+from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.errors import ModelError, Reason
+
+NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipe_in_a_models_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Libraries read these files too, and would wait for a writer without an end."""
+    os.mkfifo(tmp_path / name)
+    configs = (ModelConfig(model=str(tmp_path)), ModelConfig(model="demo", draft_model=str(tmp_path)))
+    for locate, config in zip((locate_model, locate_draft_model), configs, strict=True):
+        with pytest.raises(ModelError, match=name) as refused:
+            locate(config, on_progress=lambda *_: None)
+        assert refused.value.reason is Reason.MODEL_INVALID
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
+def test_a_pipe_in_an_adapters_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=name):
+        adapter_source(NamedPath("one", str(tmp_path)))
+
+
+def test_links_and_folders_are_part_of_a_models_folder(tmp_path: Path) -> None:
+    """Those of the hub's cache are links; one that leads nowhere is left to whoever needs it."""
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "blob")
+    (tmp_path / "model" / "more").mkdir()
+    (tmp_path / "model" / "gone.json").symlink_to("nowhere")
+    found = locate_model(ModelConfig(model=str(tmp_path / "model")), on_progress=lambda *_: None)
+    assert found.path == tmp_path / "model"
