@@ -26,7 +26,7 @@ from icehouse_server.rpc.kv_events.source import KvEventSource
 from icehouse_server.rpc.worker.load_watch import HEARTBEAT_S, Load, LoadRecords, LoadWatch, LoadWatches
 
 BEGINNINGS_PER_S = 4.0
-"""How often one caller may begin anew, which has blocks encoded for it again."""
+"""How often one caller may subscribe, from 0 or from a number: either has blocks encoded for it again."""
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
@@ -60,10 +60,10 @@ class KvEventStreams:
         """
         own = DEFAULT_TENANT if caller.tenant is None else caller.tenant
         self._source.follow(own)
+        now = self._source.clock.monotonic()
+        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
         number = request.start_sequence_number
         subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
-        now = self._source.clock.monotonic()
-        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S) if not number else 0
         watching = self._watches.watching(caller.scope, load)
         return self._batches(subscription, own, watching, number=number, delay_s=delay_s)
 

@@ -190,21 +190,39 @@ async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) ->
         await stream.next()
 
 
-async def test_who_begins_anew_all_the_time_waits_for_its_turn(source: KvEventSource) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_who_comes_again_all_the_time_waits_for_its_turn(source: KvEventSource, resumes: bool) -> None:
+    delays: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    tell(source, block(1))
+    tell(source, block(2))
+    number = source.feed.channel_of(None).last_number - 1 if resumes else 0
+    streams = KvEventStreams(source, sleep=note)
+    for _ in range(BEGINNING_BURST_COUNT + 3):
+        request = common.SubscribeKvEventsRequest(start_sequence_number=number)
+        batches = streams.subscribe(request, UNPROVED, load)
+        assert (await anext(batches)).events
+        await batches.aclose()
+    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75]
+
+
+async def test_a_number_that_is_refused_is_a_turn_too(source: KvEventSource) -> None:
     delays: list[float] = []
 
     async def note(delay_s: float) -> None:
         delays.append(delay_s)
 
     streams = KvEventStreams(source, sleep=note)
-    requests = [common.SubscribeKvEventsRequest()] * (BEGINNING_BURST_COUNT + 3)
-    last = source.feed.channel_of(None).last_number
-    requests.append(common.SubscribeKvEventsRequest(start_sequence_number=last))
-    for request in requests:
-        batches = streams.subscribe(request, UNPROVED, load)
-        assert await anext(batches)
-        await batches.aclose()
-    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75, 0.0]
+    for _ in range(BEGINNING_BURST_COUNT):
+        with pytest.raises(EventsExpired):
+            streams.subscribe(common.SubscribeKvEventsRequest(start_sequence_number=7), UNPROVED, load)
+    batches = streams.subscribe(common.SubscribeKvEventsRequest(), UNPROVED, load)
+    assert await anext(batches)
+    await batches.aclose()
+    assert delays == [0.25]
 
 
 async def test_a_subscriber_that_takes_nothing_costs_the_others_nothing(source: KvEventSource) -> None:
