@@ -3,8 +3,9 @@
 A subscriber is told of its own tenant's blocks, an operator of all. Token ids are prompts in another form, so
 an operator is told those of its own tenant's blocks, and of the others' the hashes, unless a setting says
 that it is to see all. Gateways name no tenant in their requests, so what is the subscriber's own is told
-without a salt, and matches them; another tenant's has its name for a salt, and matches nothing. Blocks on SSD are told as those of the host's memory: gateways count on
-nothing further away, and these are restored without being computed.
+without a salt, and matches them; another tenant's has its name for a salt, and matches nothing. Blocks on SSD
+are told as those of the host's memory: gateways count on nothing further away, and these are restored without
+being computed.
 """
 
 from __future__ import annotations

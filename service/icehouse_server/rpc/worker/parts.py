@@ -40,7 +40,7 @@ class KvEventSource(Protocol):
         caller: Caller,
         load: Callable[[], vllm_engine_pb2.SchedulerLoad],
     ) -> AsyncGenerator[Encoded, None]:
-        """Return the batches (`KvEventBatch`) until the engine is READY no longer; closing them ends the subscription.
+        """Return the batches until the engine is READY no longer; closing them ends the subscription.
 
         They tell of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises
         an IcehouseError at once when the number to go on from is no longer known.
