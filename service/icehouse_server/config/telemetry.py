@@ -25,8 +25,8 @@ class TelemetryConfig:
         None,
         Kind.TEXT,
         "Names by commas that the Prometheus endpoint and the status page may be asked by, such as "
-        "gpu-1.internal, beside addresses, localhost and metrics_host; whoever asks by another name gets 421, "
-        "so that no page in a browser reads them under a name of its own. `*` takes any.",
+        "gpu-1.internal, beside addresses, localhost and metrics_host; whoever asks by another name gets "
+        "421, so that no page in a browser reads them under a name of its own. `*` takes any.",
     )
     status_page_enabled: bool = setting(
         False,

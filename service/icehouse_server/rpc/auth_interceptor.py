@@ -25,7 +25,15 @@ from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.calls.calls import Calls, Context, end
-from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS, Access, Method, Place, Pool
+from icehouse_server.rpc.calls.methods import (
+    LONG_MESSAGE_BYTES,
+    METHODS,
+    Access,
+    Method,
+    Place,
+    Pool,
+    caller_shares,
+)
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.wire import set_limit, set_received_bytes
@@ -70,6 +78,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._health_is_open = health_is_open
         self._shares = shares
+        self._caller_shares = caller_shares()
         self._limits = limits
         self._run_long = run_long
         # One caller may hold half of the memory.
@@ -204,7 +213,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         origin = origin_of(caller, context.peer())
         # Before the place, so that a refusal is known to be this caller's.
         callers.origin.set(origin)
-        with self._shares[row.pool].place(origin):
+        with contextlib.ExitStack() as places:
+            if (own := self._caller_shares.get(method)) is not None:
+                places.enter_context(own.place(origin))
+            places.enter_context(self._shares[row.pool].place(origin))
             callers.current.set(caller)
             yield
 

@@ -95,7 +95,8 @@ async def test_the_endpoint_answers_to_the_names_of_the_settings(caplog: pytest.
         parts = TelemetryParts(configured({**PAGE, "telemetry.metrics_names": " gpu-1.internal, gpu-2"}))
         parts.start(served.server, served.clock)
         try:
-            [url] = [record.url for record in caplog.records if record.message == "metrics_opened"]
+            [opened] = [record for record in caplog.records if record.message == "metrics_opened"]
+            url = vars(opened)["url"]
             statuses = [
                 await asyncio.to_thread(status_of, url, name)
                 for name in ("gpu-1.internal", "gpu-2:9464", "gpu-3.internal")
