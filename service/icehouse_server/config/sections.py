@@ -38,6 +38,13 @@ class ServerConfig:
         "connection without credentials, gets at most half.",
         minimum=64 * 1024,
     )
+    answer_memory_bytes: int = setting(
+        512 * MIB,
+        Kind.BYTES,
+        "Memory of all answers until they are read; a call whose answer finds no room ends with "
+        "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
+        minimum=MIB,
+    )
     max_concurrent_calls: int = setting(
         1024,
         Kind.COUNT,

@@ -14,6 +14,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.domain.request import SentImages
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.chat import check_no_tools
 from icehouse_server.rpc.messages.response_format import response_format_of
@@ -72,6 +73,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for index, event in events:
                     total.add(replies.responses(index, event))
+                    answers.keep(total.size_bytes)
                     if isinstance(event, Finished):
                         caches[index] = event.usage.cache
             return total.response(
