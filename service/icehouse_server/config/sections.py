@@ -118,7 +118,8 @@ class ServerConfig:
     image_memory_bytes: int = setting(
         1024 * MIB,
         Kind.BYTES,
-        "Memory of the prepared images of all requests that wait or run; more are refused with "
+        "Memory of the images of all requests: 12 bytes a pixel while one is decoded (WebP: 24), then what "
+        "is made of them for the model, as long as the request waits or runs; more are refused with "
         "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
         minimum=MIB,
     )

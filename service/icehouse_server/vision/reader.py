@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.request import ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.decoder import ImageLimits, decode_image
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
 from icehouse_server.vision.processor import ImageProcessor, PreparedImage, check_end, spans_of
 from icehouse_server.vision.tensors import SentTensors, check_bytes, places_of
 
@@ -35,8 +35,12 @@ class ImageReader:
         self._limits = limits
         self._image_token_id = image_token_id
 
-    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
-        """Return the images in order; raises InvalidRequest, which names the one at fault."""
+    def decoding_bytes(self, sources: Sequence[ImageSource]) -> int:
+        """Return what decoding them one after the other takes at most, by their headers; raises as `read`."""
+        self._check_count(sources)
+        return max((decoding_bytes(source, self._limits) for source in sources), default=0)
+
+    def _check_count(self, sources: Sequence[ImageSource]) -> None:
         limit = self._limits.image_count
         if len(sources) > limit:
             raise InvalidRequest(
@@ -45,6 +49,10 @@ class ImageReader:
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
+
+    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
+        """Return the images in order; raises InvalidRequest, which names the one at fault."""
+        self._check_count(sources)
         prepared: list[PreparedImage] = []
         size_bytes = 0
         for source in sources:

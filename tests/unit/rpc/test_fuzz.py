@@ -110,6 +110,9 @@ class ImageDecoder:
     def __init__(self, decode: Callable[[ImageSource], object]) -> None:
         self._decode = decode
 
+    def decoding_bytes(self, sources: Sequence[ImageSource]) -> int:
+        return 0
+
     def read(self, sources: Sequence[ImageSource]) -> DecodedImages:
         for source in sources:
             self._decode(source)

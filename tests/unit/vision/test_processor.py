@@ -85,6 +85,15 @@ def test_images_that_no_request_is_given_memory_for_end_the_preparing(folder: Pa
     assert caught.value.metadata == {"size_bytes": str(3 * size), "limit_bytes": str(2 * size)}
 
 
+def test_a_request_s_images_are_decoded_one_after_the_other(folder: Path) -> None:
+    limits = ImageLimits(image_count=2, size_bytes=10_000, pixel_count=10_000, prepared_bytes=1 << 20)
+    reader = ImageReader(tiles(folder), limits, image_token_id=7)
+    small, large = (ImageSource(png(*size), "image/png", "parts[0]") for size in ((6, 4), (60, 40)))
+    assert reader.decoding_bytes([small, large]) == reader.decoding_bytes([large]) == 60 * 40 * 12
+    with pytest.raises(InvalidRequest, match="at most 2"):
+        reader.decoding_bytes([small] * 3)
+
+
 def test_marks_in_a_text_are_no_images(folder: Path) -> None:
     image = tiles(folder).prepare(noise(60, 40)).image
     ids = [7] * image.feature_count

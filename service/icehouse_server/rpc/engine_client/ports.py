@@ -114,6 +114,11 @@ class TokenizerPort(Protocol):
 class ImagePort(Protocol):
     """Reads images for the served model. Any thread; an image takes tens of milliseconds."""
 
+    def decoding_bytes(self, sources: Sequence[ImageSource]) -> int:
+        """Return the memory that `read` takes for pixels at any one time, by the images' headers; raises
+        InvalidRequest, which names the one at fault."""
+        ...
+
     def read(self, sources: Sequence[ImageSource]) -> ReadImages:
         """Decode images and prepare them; raises InvalidRequest, which names the one at fault."""
         ...

@@ -45,7 +45,6 @@ from icehouse_server.rpc.services.prompts import (
     text_prompt_of,
     unchecked,
     with_sent_images,
-    work_bytes,
 )
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
@@ -122,9 +121,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             self._generation.charge(0, call=call)
             size_bytes = request.ByteSize()
             checked = await self._prompts.run(check, size_bytes=size_bytes)
-            async with self._prompts.with_images(checked) as prompt:
-                work = work_bytes(prompt, size_bytes)
-                response = await self._prompts.run(lambda: answer(prompt), size_bytes=work)
+            response = await self._prompts.run_with_images(checked, model, answer, size_bytes=size_bytes)
             self._generation.charge(response.token_count, call=call)
             call.prompt_token_count = response.token_count
             return response

@@ -10,7 +10,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
@@ -23,7 +24,7 @@ from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentIma
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
+from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
@@ -275,8 +276,11 @@ class PromptReader:
     Long work leaves one thread to short work, if there are two.
     """
 
-    def __init__(self, *, thread_count: int, images: ImageFetcher) -> None:
+    def __init__(self, *, thread_count: int, images: ImageFetcher, image_memory_bytes: int) -> None:
         self._images = images
+        self.image_memory = Share(limit=image_memory_bytes, factor=1.0, what="bytes of images")
+        """What pixels take while they are decoded, and then the prepared images until their call ends. As
+        with the memory of messages, one caller gets at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
@@ -286,7 +290,11 @@ class PromptReader:
     @classmethod
     def of(cls, config: ServerConfig) -> PromptReader:
         """Return one by the settings; raises ConfigError for image folders or hosts that are none."""
-        return cls(thread_count=config.tokenizer_thread_count, images=ImageFetcher(config))
+        return cls(
+            thread_count=config.tokenizer_thread_count,
+            images=ImageFetcher(config),
+            image_memory_bytes=config.image_memory_bytes,
+        )
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
@@ -301,46 +309,60 @@ class PromptReader:
         if isinstance(found, ReadPrompt):
             return found
         assert isinstance(found, Chat), "only images are put off"
-        async with self.with_images(found) as whole:
-            read = await self.run(lambda: _read(whole, model), size_bytes=work_bytes(whole, size_bytes))
+        read = await self.run_with_images(
+            found, model, lambda whole: _read(whole, model), size_bytes=size_bytes
+        )
         assert read.chat is not None
         # The bytes that were fetched are of no use any more, and are not held beyond this.
         return dataclasses.replace(read, chat=dataclasses.replace(read.chat, conversation=found.conversation))
 
-    @contextlib.asynccontextmanager
-    async def with_images(self, prompt: TextPrompt) -> AsyncIterator[TextPrompt]:
-        """Give a prompt with the bytes of the images that it names; raises what refuses one."""
+    async def run_with_images(
+        self,
+        prompt: TextPrompt,
+        model: ServedModel,
+        work: Callable[[TextPrompt], Result],
+        *,
+        size_bytes: int,
+    ) -> Result:
+        """Return what `work` makes of a prompt with the bytes of the images that it names; raises what
+        refuses one, and Overloaded where there is no memory for their pixels."""
         if not isinstance(prompt, Chat):
-            yield prompt
-            return
+            return await self.run(lambda: work(prompt), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
-            yield dataclasses.replace(prompt, conversation=conversation)
+            whole = dataclasses.replace(prompt, conversation=conversation)
+            size_bytes, pixel_bytes = work_bytes(whole, size_bytes), 0
+            if conversation.images:
+                images = model.images
+                assert images is not None, "a model that reads text alone refuses images before"
+                measure = functools.partial(images.decoding_bytes, conversation.images)
+                pixel_bytes = await self.run(measure, size_bytes=size_bytes)
+            return await self.run(lambda: work(whole), size_bytes=size_bytes, pixel_bytes=pixel_bytes)
 
-    async def run(self, work: Callable[[], Result], *, size_bytes: int = 0) -> Result:
-        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
+    async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
+        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer.
+
+        What it decodes takes `pixel_bytes` meanwhile; raises Overloaded where the caller may have no more.
+        """
         origin = callers.origin.get()
-        holds = []
+        held = contextlib.ExitStack()
         try:
             if size_bytes > _LONG_BYTES:
-                holds.append(await self._long_turns.take(origin))
-            holds.append(await self._turns.take(origin))
+                held.callback((await self._long_turns.take(origin)).release)
+            held.callback((await self._turns.take(origin)).release)
+            if pixel_bytes:
+                held.enter_context(self.image_memory.place(origin, pixel_bytes))
             task = self._executor.submit(work)
         except BaseException:
-            _release(holds)
+            held.close()
             raise
         # A caller that leaves does not end work that has begun: its turn lasts as long as that.
         loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, lambda: _release(holds)))
+        task.add_done_callback(lambda _: on_loop(loop, held.close))
         return await asyncio.wrap_future(task)
 
     def close(self) -> None:
         """Let running work end and take no more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _release(holds: Sequence[Hold]) -> None:
-    for hold in holds:
-        hold.release()
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:

@@ -93,6 +93,9 @@ class Images:
 
     texts = ImageTexts("", ())
 
+    def decoding_bytes(self, sources: Sequence[ImageSource]) -> int:
+        return 0
+
     def read(self, sources: Sequence[ImageSource]) -> Images:
         self.shown = [(source.data, source.detail.name) for source in sources]
         return self
