@@ -15,6 +15,7 @@ from icehouse_server.domain.request import SentImages
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.engine_client.ports import OpenImages
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.chat import check_no_tools
 from icehouse_server.rpc.messages.response_format import response_format_of
@@ -113,8 +114,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                     return infill_of(request.infill)
                 return text_prompt_of(request, kind, model.info, normalizes=normalizes)
 
-            def answer(prompt: TextPrompt) -> messages.TokenizeResponse:
-                found = pieces(prompt, model)
+            def answer(prompt: TextPrompt, images: OpenImages | None) -> messages.TokenizeResponse:
+                found = pieces(prompt, model, images)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 

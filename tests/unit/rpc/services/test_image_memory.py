@@ -32,19 +32,23 @@ class Images:
 
     def __init__(self) -> None:
         self.pixels_bytes = 0
-        """What decoding them takes."""
+        """What decoding one takes."""
         self.read_count = 0
         self.may_read = threading.Event()
         self.may_read.set()
 
-    def decoding_bytes(self, sources: Sequence[ImageSource]) -> int:
-        return self.pixels_bytes
-
-    def read(self, sources: Sequence[ImageSource]) -> Images:
-        self.read_count += 1
-        assert self.may_read.wait(30)
+    def open(self, sources: Sequence[ImageSource]) -> Images:
         self.count = len(sources)
         return self
+
+    @property
+    def pixel_bytes(self) -> Sequence[int]:
+        return [self.pixels_bytes] * self.count
+
+    def read_next(self) -> int:
+        self.read_count += 1
+        assert self.may_read.wait(30)
+        return LIMIT_BYTES // 8
 
     @property
     def texts(self) -> ImageTexts:
@@ -144,3 +148,12 @@ async def test_prepared_images_of_a_caller_leave_less_for_its_pixels(
     await served.cancelled()
     served.engine.script = counting
     assert (await served.inference.Generate(request())).text
+
+
+async def test_what_is_prepared_counts_before_the_next_one_is_decoded(
+    served: RunningServer, images: Images
+) -> None:
+    told = await refused(served.inference.Generate(request(FITTING + 4)))
+    assert told.reason == Reason.QUEUE_FULL.value
+    assert images.read_count == FITTING + 1, "the rest was not decoded"
+    assert (await served.inference.Generate(request(FITTING))).text

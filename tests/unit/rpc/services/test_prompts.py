@@ -80,10 +80,9 @@ class HeldImages:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    def decoding_bytes(self, sources: Any) -> int:
-        return 0
+    pixel_bytes = ()
 
-    def read(self, sources: Any) -> Any:
+    def open(self, sources: Any) -> Any:
         self._workers.work("images")()
         return self
 
