@@ -1,9 +1,9 @@
 """`make bench-attacks`: what one hostile tenant does to another one's short request, attack by attack.
 
-A server with default settings and three tokens: a hostile tenant's, another tenant's, an operator's who reads
-the counters. For each attack the other tenant streams a short answer over and over, first while nobody
-attacks, then beside the attack, which runs in a process of its own; health is checked meanwhile. Then the
-server is told to stop with the attack still going on.
+A gateway's worker with default settings and three tokens: a hostile tenant's, another tenant's, an operator's
+who reads the counters. For each attack the other tenant streams a short answer over and over, first while
+nobody attacks, then beside the attack, which runs in a process of its own; health is checked meanwhile. Then
+the server is told to stop with the attack still going on.
 
 Wanted: every request answered, its first token after at most three times the idle time and one pass, health
 within a second, an end within what docs/running.md says of a stop with default settings. One pass is the 99th
@@ -184,7 +184,7 @@ def measure(name: str, model: Path, folder: Path, *, seconds: float) -> tuple[Ro
         model=str(model),
         cache_directory=folder / f"blocks-{name}",
         log_file=OUT / "attacks.log",
-        flags=("--token-file", str(file)),
+        flags=("--token-file", str(file), "--worker"),
     )
     with contextlib.ExitStack() as held:
         with contextlib.ExitStack() as running:

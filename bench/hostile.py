@@ -42,12 +42,17 @@ _STREAM = "/icehouse.v1.InferenceService/Stream"
 _GENERATE = "/icehouse.v1.InferenceService/Generate"
 _LIST = "/icehouse.v1.ModelService/ListModels"
 _WATCH = "/icehouse.v1.CacheService/WatchStats"
+_TOKENIZE = "/icehouse.v1.InferenceService/Tokenize"
+_ARCHIVE = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
 _CHECK_HEALTH, _WATCH_HEALTH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 
 _HEALTH_MESSAGE = framed(health_pb2.HealthCheckRequest().SerializeToString())
 _LIST_MESSAGE = framed(model_service_pb2.ListModelsRequest().SerializeToString())
 _STREAM_MESSAGE = framed(messages.GenerateRequest(text="Hi", max_output_tokens=2000).SerializeToString())
+_TEXT_MESSAGE = framed(messages.TokenizeRequest(text="a " * (1 << 14)).SerializeToString())
 _HOURLY = cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
+_OFTEN = cache_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
+"""The shortest interval there is."""
 _BOMB = json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]})
 _EXPRESSION = "(a|b|c|d){1,400}(x|y)*" * 4
 
@@ -112,6 +117,18 @@ class Hostile:
     async def idle_watches(self) -> None:
         """WatchStats that are told nothing for an hour."""
         await self._holding(_WATCH, framed(_HOURLY.SerializeToString()), token=self._token)
+
+    async def watch_storms(self) -> None:
+        """WatchStats ten times a second, as many as are let in, and again as each is refused."""
+        await self._asking("WatchStats", [_OFTEN], at_once=300, service="cache")
+
+    async def unread_archives(self) -> None:
+        """GetTokenizer, on connections that allow no byte of the archive."""
+        await self._holding(_ARCHIVE, framed(b""), window_bytes=0, token=self._token)
+
+    async def unread_tokens(self) -> None:
+        """Tokenize, whose answer is longer than the text, on connections that allow no byte of it."""
+        await self._holding(_TOKENIZE, _TEXT_MESSAGE, window_bytes=0, token=self._token)
 
     async def giant_conversations(self) -> None:
         """Conversations of a million turns."""

@@ -64,8 +64,8 @@ def open_status_page(
     """Return the page of the server whose event loop this is called on."""
     loop = asyncio.get_running_loop()
     settings = config.telemetry
-    is_local, shows_text = is_loopback(settings.metrics_host), settings.status_page_text_enabled
-    if shows_text and not is_local:
+    shows_text = settings.status_page_text_enabled
+    if shows_text and not is_loopback(settings.metrics_host):
         _log.warning("status_page_text_left_open", extra={"host": settings.metrics_host})
     return StatusPage(
         read=lambda: _read_on(loop, status, with_tokens=shows_text),
@@ -77,7 +77,6 @@ def open_status_page(
             decode=status.decode if shows_text else None,
         ),
         clock=clock,
-        is_local=is_local,
     )
 
 

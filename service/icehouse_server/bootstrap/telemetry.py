@@ -40,7 +40,9 @@ class TelemetryParts:
             from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 
             self._meter = meter = PrometheusMeter()
-            self._endpoint = PrometheusEndpoint(meter, host=settings.metrics_host, port=settings.metrics_port)
+            self._endpoint = PrometheusEndpoint(
+                meter, host=settings.metrics_host, port=settings.metrics_port, names=settings.own_names
+            )
             metrics = (CallMetrics(meter),)
         self._spans = _open_spans(settings)
         wants_samples = (

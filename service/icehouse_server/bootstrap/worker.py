@@ -57,7 +57,9 @@ def worker_parts(
             },
             read_archive=functools.partial(read_tokenizer_archive, source.path),
         ),
-        kv_events=None if kv_events is None else KvEventStreams(kv_events),
+        kv_events=None
+        if kv_events is None
+        else KvEventStreams(kv_events, operators_see_tokens=config.fleet.operator_kv_tokens_enabled),
     )
 
 

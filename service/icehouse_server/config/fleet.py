@@ -17,6 +17,13 @@ class FleetConfig:
         "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
         "the extra `fleet`.",
     )
+    operator_kv_tokens_enabled: bool = setting(
+        False,
+        Kind.SWITCH,
+        "Tell operators the token ids of every tenant's blocks in KV events, which are prompts in another "
+        "form: for a gateway that routes all tenants' prompts by their tokens, as SMG does. Off: of other "
+        "tenants' blocks they are told hashes.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

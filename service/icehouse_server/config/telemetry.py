@@ -21,6 +21,13 @@ class TelemetryConfig:
     metrics_host: str = setting(
         "127.0.0.1", Kind.TEXT, "Address of the Prometheus endpoint; loopback unless you mean otherwise."
     )
+    metrics_names: str | None = setting(
+        None,
+        Kind.TEXT,
+        "Names by commas that the Prometheus endpoint and the status page may be asked by, such as "
+        "gpu-1.internal, beside addresses, localhost and metrics_host; whoever asks by another name gets "
+        "421, so that no page in a browser reads them under a name of its own. `*` takes any.",
+    )
     status_page_enabled: bool = setting(
         False,
         Kind.SWITCH,
@@ -55,3 +62,9 @@ class TelemetryConfig:
         "How often the engine is asked for what metrics and load reports show.",
         minimum=0.1,
     )
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """`metrics_names` one by one."""
+        names = (name.strip() for name in (self.metrics_names or "").split(","))
+        return tuple(name for name in names if name)

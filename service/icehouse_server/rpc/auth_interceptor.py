@@ -20,16 +20,25 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from icehouse_server.errors import DeadlineExceeded, InvalidRequest, Overloaded, Reason
+from icehouse_server.config import Config
+from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.calls.calls import Calls, Context, end
-from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS, Access, Method, Place, Pool
+from icehouse_server.rpc.calls.methods import (
+    LONG_MESSAGE_BYTES,
+    METHODS,
+    Access,
+    Method,
+    Place,
+    Pool,
+    caller_shares,
+)
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import set_limit, set_received_bytes
-from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
+from icehouse_server.rpc.calls.wire import Encoded, set_limit, set_received_bytes
+from icehouse_server.rpc.engine_client import answers
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
@@ -43,6 +52,18 @@ class MessageLimits:
     size_bytes: int
     memory_bytes: int
     """All of them together, while they are read and while they are served."""
+    answer_memory_bytes: int
+    """What their answers may take until they are read."""
+
+    @classmethod
+    def of(cls, config: Config) -> MessageLimits:
+        """Return them by the settings."""
+        return cls(
+            timeout_s=config.connection.message_timeout_s,
+            size_bytes=config.server.max_message_bytes,
+            memory_bytes=config.server.request_memory_bytes,
+            answer_memory_bytes=config.server.answer_memory_bytes,
+        )
 
 
 class LongWork(Protocol):
@@ -70,10 +91,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._health_is_open = health_is_open
         self._shares = shares
+        self._caller_shares = caller_shares()
         self._limits = limits
         self._run_long = run_long
-        # One caller may hold half of the memory.
+        # One caller may hold half of either memory.
         self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
+        self._answer_memory = Share(
+            limit=limits.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
+        )
         self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
 
     async def intercept_service(
@@ -101,10 +126,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                         # None: a stream that has written its own, or a status that was only set, as
                         # channelz does.
                         if response is not None:
-                            await _write(context, response)
+                            response = _encoded(handler, response)
+                            await self._answer(method, context, response)
                         return
                     async for response in behaviour(request, context):
-                        await _write(context, response)
+                        await self._answer(method, context, response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -125,7 +151,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     async with _limited(method, context):
                         async for response in handler.stream_stream(parsed(requests), context):
-                            await _write(context, response)
+                            await self._answer(method, context, response)
                 except InvalidRequest as error:
                     await self._refuse(method, context, error)
 
@@ -190,6 +216,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except Exception as error:
             await self._refuse(method, context, error)
 
+    async def _answer(self, method: str, context: Context, response: answers.Message) -> None:
+        """Write an answer, or end the call with a status where its caller leaves too much unread."""
+        try:
+            await answers.write(context, response)
+        except (Overloaded, CannotFit) as error:
+            await self._refuse(method, context, error)
+
     async def _refuse(self, method: str, context: Context, error: Exception) -> None:
         async with self._calls.call(method.rpartition("/")[2], context):
             raise error
@@ -204,7 +237,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         origin = origin_of(caller, context.peer())
         # Before the place, so that a refusal is known to be this caller's.
         callers.origin.set(origin)
-        with self._shares[row.pool].place(origin):
+        with contextlib.ExitStack() as places:
+            if (own := self._caller_shares.get(method)) is not None:
+                places.enter_context(own.place(origin))
+            places.enter_context(self._shares[row.pool].place(origin))
+            unread = answers.Answers(self._answer_memory, origin=origin)
+            places.callback(unread.close)
+            answers.current.set(unread)
             callers.current.set(caller)
             yield
 
@@ -244,9 +283,9 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
     )
 
 
-async def _write(context: Context, response: object) -> None:
-    with disconnect_as_cancel():
-        await context.write(response)
+def _encoded(handler: Any, response: Any) -> Encoded:
+    """Return an answer's bytes, so that the message itself is not held while they are on their way."""
+    return response if isinstance(response, Encoded) else Encoded(handler.response_serializer(response))
 
 
 def _late(timeout_s: float) -> DeadlineExceeded:

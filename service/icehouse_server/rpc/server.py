@@ -121,11 +121,7 @@ class RpcServer:
                 concurrent_call_limit=config.server.max_concurrent_calls,
                 connection_limit=config.connection.connection_limit,
             ),
-            limits=MessageLimits(
-                timeout_s=config.connection.message_timeout_s,
-                size_bytes=config.server.max_message_bytes,
-                memory_bytes=config.server.request_memory_bytes,
-            ),
+            limits=MessageLimits.of(config),
             run_long=self._prompts.run,
         )
         message_interceptor = MessageInterceptor(worker.services if worker is not None else ())

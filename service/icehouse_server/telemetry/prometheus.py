@@ -6,7 +6,7 @@ prometheus_client's own locks and the latest snapshot, a frozen value; they neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, make_wsgi_app
@@ -85,10 +85,11 @@ class SnapshotCollector(Collector):
 class PrometheusEndpoint:
     """An HTTP server for scrapes, from `start` to `stop`."""
 
-    def __init__(self, meter: PrometheusMeter, *, host: str, port: int) -> None:
+    def __init__(self, meter: PrometheusMeter, *, host: str, port: int, names: Collection[str] = ()) -> None:
         self._meter = meter
         self._host = host
         self._port = port
+        self._names = names
         self._server: MetricsServer | None = None
 
     def start(
@@ -100,8 +101,9 @@ class PrometheusEndpoint:
         """
         self._meter.registry.register(SnapshotCollector(latest))
         app: WSGIApplication = make_wsgi_app(self._meter.registry)
+        routed = _routed(pages, app) if pages else app
         try:
-            self._server = MetricsServer(self._host, self._port, _routed(pages, app) if pages else app)
+            self._server = MetricsServer(self._host, self._port, routed, names=self._names)
         except OSError as error:
             raise StartError(
                 Reason.ADDRESS_IN_USE,

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.request import ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.decoder import ImageLimits, decode_image
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
 from icehouse_server.vision.processor import ImageProcessor, PreparedImage, check_end, spans_of
 from icehouse_server.vision.tensors import SentTensors, check_bytes, places_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadImages:
-    """The images of one prompt."""
-
-    texts: ImageTexts
-    _prepared: tuple[PreparedImage, ...]
-    _image_token_id: int
-
-    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
-        images = [each.image for each in self._prepared]
-        return spans_of(token_ids, images, image_token_id=self._image_token_id)
 
 
 class ImageReader:
@@ -35,8 +20,8 @@ class ImageReader:
         self._limits = limits
         self._image_token_id = image_token_id
 
-    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
-        """Return the images in order; raises InvalidRequest, which names the one at fault."""
+    def open(self, sources: Sequence[ImageSource]) -> OpenImages:
+        """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
         limit = self._limits.image_count
         if len(sources) > limit:
             raise InvalidRequest(
@@ -45,14 +30,8 @@ class ImageReader:
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
-        prepared: list[PreparedImage] = []
-        size_bytes = 0
-        for source in sources:
-            prepared.append(self._prepared(source))
-            size_bytes += prepared[-1].image.size_bytes
-            self._check_size(source, size_bytes)
-        texts = ImageTexts(self._processor.mark, tuple(each.text for each in prepared))
-        return ReadImages(texts, tuple(prepared), self._image_token_id)
+
+        return OpenImages(sources, self._processor, self._limits, image_token_id=self._image_token_id)
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
         """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest,
@@ -66,6 +45,47 @@ class ImageReader:
         check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
         return spans
 
+
+class OpenImages:
+    """The images of one prompt, decoded and prepared one after the other."""
+
+    def __init__(
+        self,
+        sources: Sequence[ImageSource],
+        processor: ImageProcessor,
+        limits: ImageLimits,
+        *,
+        image_token_id: int,
+    ) -> None:
+        self._sources = sources
+        self._processor = processor
+        self._limits = limits
+        self._image_token_id = image_token_id
+        self._prepared: list[PreparedImage] = []
+        self._size_bytes = 0
+        self.pixel_bytes = tuple(decoding_bytes(source, limits) for source in sources)
+        """The memory that decoding takes, of each, by its header."""
+
+    def read_next(self) -> int:
+        """Decode and prepare the next one and return its bytes as the model takes them; raises
+        InvalidRequest, which names it."""
+        source = self._sources[len(self._prepared)]
+        prepared = self._prepare(source)
+        self._size_bytes += prepared.image.size_bytes
+        self._check_size(source, self._size_bytes)
+        self._prepared.append(prepared)
+        return prepared.image.size_bytes
+
+    @property
+    def texts(self) -> ImageTexts:
+        """What stands for each of them in the prompt."""
+        return ImageTexts(self._processor.mark, tuple(each.text for each in self._prepared))
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        images = [each.image for each in self._prepared]
+        return spans_of(token_ids, images, image_token_id=self._image_token_id)
+
     def _check_size(self, source: ImageSource, size_bytes: int) -> None:
         """Refuse images that take more memory than a request is ever given; the next is not even decoded."""
         limit = self._limits.prepared_bytes
@@ -78,7 +98,7 @@ class ImageReader:
                 metadata={"size_bytes": size_bytes, "limit_bytes": limit},
             )
 
-    def _prepared(self, source: ImageSource) -> PreparedImage:
+    def _prepare(self, source: ImageSource) -> PreparedImage:
         image = decode_image(source, self._limits)
         try:
             return self._processor.prepare(image, source.detail)

@@ -23,9 +23,10 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from bench.hostile import ATTACKS, Hostile
 from bench.server_process import free_port
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.worker import HAS_PROTOCOL
 from tests.system.crash.server_process import BOUND_S, ServerProcess
 
-GRACE = ("--drain-grace-s", "1")
+OPTIONS = ("--drain-grace-s", "1", *(("--worker",) if HAS_PROTOCOL else ()))
 ANSWER_COUNT = 5
 HELD = ("unread_health_watches", "zero_windows")
 """What lasts as long as nothing at all is done about it: calls that are begun and never taken."""
@@ -89,7 +90,7 @@ async def test_another_tenant_is_served_and_the_end_comes(
     model: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     tokens = {"hostile": new_token(), "good": new_token()}
-    options = ("--token-file", str(token_file(tmp_path, tokens)), *GRACE)
+    options = ("--token-file", str(token_file(tmp_path, tokens)), *OPTIONS)
     with ServerProcess(
         model=model, directory=tmp_path / "blocks", log=tmp_path / "log", options=options, port=free_port()
     ) as server:

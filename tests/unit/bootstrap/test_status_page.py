@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import http.client
 import logging
+import urllib.parse
 
 import pytest
 from icehouse_server.bootstrap.status_page import check_status_page, open_status_page
@@ -83,3 +87,28 @@ async def test_text_that_others_may_read_is_warned_of(caplog: pytest.LogCaptureF
 
         assert opened(TEXT) == opened(PAGE, EVERYWHERE, ALLOWED) == []
         assert opened(TEXT, EVERYWHERE, ALLOWED) == ["status_page_text_left_open"]
+
+
+async def test_the_endpoint_answers_to_the_names_of_the_settings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running() as served:
+        parts = TelemetryParts(configured({**PAGE, "telemetry.metrics_names": " gpu-1.internal, gpu-2"}))
+        parts.start(served.server, served.clock)
+        try:
+            [opened] = [record for record in caplog.records if record.message == "metrics_opened"]
+            url = vars(opened)["url"]
+            statuses = [
+                await asyncio.to_thread(status_of, url, name)
+                for name in ("gpu-1.internal", "gpu-2:9464", "gpu-3.internal")
+            ]
+        finally:
+            await asyncio.to_thread(parts.stop)
+    assert statuses == [200, 200, 421]
+
+
+def status_of(url: str, name: str) -> int:
+    """Ask for the metrics by this name."""
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics", headers={"Host": name})
+        return connection.getresponse().status

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.config import Config, FleetConfig
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import ConfigError
 
+from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.rpc.worker import needs_protocol
 
 ON = Config(fleet=FleetConfig(worker_enabled=True))
@@ -39,6 +41,18 @@ def test_the_folder_s_facts_are_told(tmp_path: Path) -> None:
     assert folder.default_sampling == {"temperature": 0.5, "top_k": 20.0}
     assert folder.block_token_count == ON.cache.block_token_count
     assert len(folder.read_archive().data) > 0
+
+
+@needs_protocol
+@pytest.mark.parametrize("is_on", [False, True])
+async def test_whether_operators_see_tokens_is_the_settings(tmp_path: Path, is_on: bool) -> None:
+    from icehouse_server.rpc.worker.kv_events import KvEventStreams
+
+    fleet = FleetConfig(worker_enabled=True, operator_kv_tokens_enabled=is_on)
+    events = source_of(BlockLog(), block_token_count=4)
+    parts = worker_parts(Config(fleet=fleet), source(tmp_path), running_limit=4, kv_events=events)
+    assert parts is not None and isinstance(parts.kv_events, KvEventStreams)
+    assert parts.kv_events.operators_see_tokens is is_on
 
 
 def test_without_the_extra_the_start_says_which_one_it_is(

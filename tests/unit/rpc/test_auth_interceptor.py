@@ -16,6 +16,7 @@ from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_
 from icehouse_server.config import ConnectionConfig
 from icehouse_server.rpc.calls.methods import Access, Pool
 
+from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
@@ -28,6 +29,7 @@ CALL_COUNT = 60
 """On each of three connections: more than a caller's part of any of the places."""
 EVERYTHING = {"channelz_enabled": True, "worker": worker_parts()}
 """All that a server may serve."""
+FEW_OF_A_CALLER = [name for name, row in METHODS_HERE.items() if row.caller_limit is not None]
 BOUND_S = 30.0
 FRAME_BYTES = 1 << 14
 """The longest frame that a server takes unasked."""
@@ -110,6 +112,53 @@ async def test_watches_that_never_end_lock_nobody_out(tmp_path: Path) -> None:
         assert await is_served(served)
         # Not even the tenant's own requests: what takes no time has places of its own.
         await served.inference.Generate(GENERATE, metadata=bearer(SEARCH), timeout=BOUND_S)
+
+
+@pytest.mark.parametrize("name", FEW_OF_A_CALLER)
+async def test_of_what_costs_others_as_long_as_it_lasts_a_caller_has_a_few(tmp_path: Path, name: str) -> None:
+    limit = METHODS_HERE[name].caller_limit
+    assert limit is not None and limit <= 16
+    async with guarded_server(tmp_path, server=EVERYTHING) as served, peers(served, 2) as hostile:
+        # Over however many connections: what counts is who calls.
+        opened = [
+            (peer, await peer.open_call(f"/{name}", token=SEARCH)) for peer in hostile for _ in range(limit)
+        ]
+
+        def refusals() -> list[str]:
+            told = [peer.headers.get(stream, {}) for peer, stream in opened]
+            return [fields["grpc-message"] for fields in told if fields.get("grpc-status") == EXHAUSTED]
+
+        listening = [asyncio.ensure_future(peer.quiet(BOUND_S)) for peer in hostile]
+        async with asyncio.timeout(BOUND_S):
+            while len(refusals()) < limit:
+                await asyncio.sleep(0)
+            assert await is_served(served)
+        for task in listening:
+            task.cancel()
+        assert len(refusals()) == limit
+        assert all(f"{limit} {name.partition('/')[2]} calls" in text for text in refusals())
+
+
+async def test_one_watch_too_many_is_told_when_to_come_back(served: RunningServer) -> None:
+    limit = METHODS_HERE["icehouse.v1.CacheService/WatchStats"].caller_limit
+    assert limit is not None
+    request = cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
+    watches = [served.cache.WatchStats(request) for _ in range(limit)]
+    for watch in watches:
+        await watch.read()
+    refusal = await refused(served.cache.WatchStats(request).read())
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert refusal.retry.retry_delay.ToMilliseconds() > 0
+    assert (refusal.info.metadata["yours"], refusal.info.metadata["limit"]) == (str(limit), str(limit))
+    watches.pop().cancel()
+    async with asyncio.timeout(BOUND_S):
+        while len(watches) < limit:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # until the server has heard of it
+                watch = served.cache.WatchStats(request)
+                await watch.read()
+                watches.append(watch)
+    for watch in watches:
+        watch.cancel()
 
 
 async def test_answers_that_nobody_reads_count_against_who_asked(tmp_path: Path) -> None:

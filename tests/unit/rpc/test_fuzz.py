@@ -99,6 +99,10 @@ class DecodedImages:
     """Images that were decoded as ever, and take no tokens of a prompt."""
 
     texts: ImageTexts
+    pixel_bytes: tuple[()] = ()
+
+    def read_next(self) -> int:
+        raise AssertionError("all were read when they were opened")
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
         return ()
@@ -110,7 +114,7 @@ class ImageDecoder:
     def __init__(self, decode: Callable[[ImageSource], object]) -> None:
         self._decode = decode
 
-    def read(self, sources: Sequence[ImageSource]) -> DecodedImages:
+    def open(self, sources: Sequence[ImageSource]) -> DecodedImages:
         for source in sources:
             self._decode(source)
         return DecodedImages(ImageTexts("<image>", ("",) * len(sources)))

@@ -21,8 +21,8 @@ def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[byt
 
 
 @contextlib.contextmanager
-def serving(host: str = "127.0.0.1") -> Iterator[MetricsServer]:
-    server = MetricsServer(host, 0, app)
+def serving(host: str = "127.0.0.1", *names: str) -> Iterator[MetricsServer]:
+    server = MetricsServer(host, 0, app, names=names)
     server.start()
     try:
         yield server
@@ -30,10 +30,13 @@ def serving(host: str = "127.0.0.1") -> Iterator[MetricsServer]:
         server.stop()
 
 
-def get(server: MetricsServer, path: str = "/metrics", host: str = "127.0.0.1") -> tuple[int, bytes]:
+def get(
+    server: MetricsServer, path: str = "/metrics", host: str = "127.0.0.1", *, named: str | None = None
+) -> tuple[int, bytes]:
+    """Ask at `host`, and say that it is `named`."""
     connection = http.client.HTTPConnection(host, server.server_port, timeout=_TIMEOUT_S)
     with contextlib.closing(connection):
-        connection.request("GET", path)
+        connection.request("GET", path, headers={} if named is None else {"Host": named})
         answer = connection.getresponse()
         return answer.status, answer.read()
 
@@ -42,6 +45,63 @@ def get(server: MetricsServer, path: str = "/metrics", host: str = "127.0.0.1") 
 def test_it_listens_where_it_is_told(host: str) -> None:
     with serving(host) as server:
         assert get(server, host=host) == (200, b"/metrics")
+
+
+@pytest.fixture(scope="module", params=["127.0.0.1", "0.0.0.0"])
+def named_server(request: pytest.FixtureRequest) -> Iterator[MetricsServer]:
+    with serving(request.param, "Icehouse.internal", "gpu-1") as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/status.json", "/anything"])
+@pytest.mark.parametrize(
+    ("named", "status"),
+    [
+        ("127.0.0.1:9464", 200),
+        ("10.1.2.3:9464", 200),
+        ("[fe80::1]:9464", 200),
+        ("localhost:9464", 200),
+        ("LocalHost", 200),
+        ("icehouse.internal:9464", 200),
+        ("gpu-1", 200),
+        ("rebound.example:9464", 421),
+        ("127.0.0.1.rebound.example", 421),
+        ("icehouse.internal.rebound.example", 421),
+        ("gpu-2", 421),
+        ("localhost@rebound.example", 421),
+        ("[::1", 421),
+        ("", 421),
+    ],
+)
+def test_only_addresses_and_names_that_are_its_own_are_answered(
+    named_server: MetricsServer, path: str, named: str, status: int
+) -> None:
+    answered, text = get(named_server, path, named=named)
+    assert answered == status
+    assert (text == path.encode()) == (status == 200)
+
+
+def test_the_name_that_it_listens_by_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
+    with serving("metrics.internal") as server:
+        monkeypatch.undo()
+        assert get(server, named="metrics.internal:9464")[0] == 200
+        assert get(server, named="rebound.example")[0] == 421
+
+
+def test_whoever_wants_may_have_any_name() -> None:
+    with serving("127.0.0.1", "*") as server:
+        assert get(server, named="rebound.example")[0] == 200
+
+
+def test_a_probe_that_says_no_name_is_answered() -> None:
+    # No browser leaves it out: HTTP/1.0 probes of load balancers do.
+    with serving() as server:
+        probe = socket.create_connection(("127.0.0.1", server.server_port), timeout=_TIMEOUT_S)
+        with contextlib.closing(probe):
+            probe.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b" 200 OK" in probe.makefile("rb").readline()
 
 
 def test_an_address_in_use_is_an_os_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import random
 
@@ -11,7 +12,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
 
-from icehouse_server.vision.decoder import ImageLimits, decode_image  # noqa: E402
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes  # noqa: E402
 
 from tests.fixtures.image_files import BROKEN, PNG, WHOLE, drawn_file, png  # noqa: E402
 
@@ -49,6 +50,27 @@ def test_each_format_with_its_media_type_and_without(kind: str) -> None:
 def test_every_kind_of_pixel_becomes_rgb(mode: str) -> None:
     data = encoded(Image.new(mode, (1, 1)), "JPEG" if mode == "CMYK" else "PNG")
     assert (decoded(data).mode, decoded(data).size) == ("RGB", (1, 1))
+
+
+@pytest.mark.parametrize(("kind", "pixel_bytes"), [("PNG", 12), ("JPEG", 12), ("GIF", 12), ("WEBP", 24)])
+def test_what_decoding_takes_is_told_by_the_header(kind: str, pixel_bytes: int) -> None:
+    data = encoded(Image.new("RGB", (50, 30), (200, 10, 30)), kind)
+    assert decoding_bytes(ImageSource(data, "", FIELD), LIMITS) == 50 * 30 * pixel_bytes
+
+
+def test_an_image_that_no_request_is_given_memory_to_decode_is_refused() -> None:
+    limits = dataclasses.replace(LIMITS, prepared_bytes=50 * 30 * 12 - 1)
+    source = ImageSource(encoded(Image.new("RGB", (50, 30))), "", FIELD)
+    with pytest.raises(InvalidRequest, match="scale it down") as caught:
+        decoding_bytes(source, limits)
+    assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, FIELD)
+    assert decoding_bytes(source, dataclasses.replace(limits, prepared_bytes=50 * 30 * 12))
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", png(101, 100), encoded(Image.new("RGB", (500, 500)))])
+def test_what_is_not_decoded_takes_nothing(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decoding_bytes(ImageSource(data, "", FIELD), LIMITS)
 
 
 def test_an_image_on_its_side_is_put_upright() -> None:

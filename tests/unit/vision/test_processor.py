@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
 from icehouse_server.vision.decoder import ImageLimits  # noqa: E402
 from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of  # noqa: E402
-from icehouse_server.vision.reader import ImageReader  # noqa: E402
+from icehouse_server.vision.reader import ImageReader, OpenImages  # noqa: E402
 
 from tests.fixtures.models import pixtral  # noqa: E402
 from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir  # noqa: E402
@@ -71,18 +71,34 @@ def test_a_digest_is_of_the_pixels_and_of_what_makes_them(folder: Path, tmp_path
     assert len(digests) == 3
 
 
+def all_read(reader: ImageReader, sources: Sequence[ImageSource]) -> OpenImages:
+    opened = reader.open(sources)
+    for _ in sources:
+        opened.read_next()
+    return opened
+
+
 def test_images_that_no_request_is_given_memory_for_end_the_preparing(folder: Path) -> None:
     source = ImageSource(png(60, 40), "image/png", "parts[0]")
     size = tiles(folder).prepare(noise(60, 40)).image.size_bytes
     later = [dataclasses.replace(source, field=f"parts[{n}]") for n in (1, 2)]
-    broken = dataclasses.replace(source, data=b"", field="parts[3]")
     limits = ImageLimits(image_count=4, size_bytes=10_000, pixel_count=10_000, prepared_bytes=2 * size)
     reader = ImageReader(tiles(folder), limits, image_token_id=7)
-    assert len(reader.read([source, later[0]]).texts.texts) == 2
+    assert len(all_read(reader, [source, later[0]]).texts.texts) == 2
     with pytest.raises(InvalidRequest) as caught:
-        reader.read([source, *later, broken])
+        all_read(reader, [source, *later])
     assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, "parts[2]")
     assert caught.value.metadata == {"size_bytes": str(3 * size), "limit_bytes": str(2 * size)}
+
+
+def test_headers_of_all_images_are_read_before_one_is_decoded(folder: Path) -> None:
+    limits = ImageLimits(image_count=2, size_bytes=10_000, pixel_count=10_000, prepared_bytes=1 << 20)
+    reader = ImageReader(tiles(folder), limits, image_token_id=7)
+    small, large = (ImageSource(png(*size), "image/png", "parts[0]") for size in ((6, 4), (60, 40)))
+    assert reader.open([small, large]).pixel_bytes == (6 * 4 * 12, 60 * 40 * 12)
+    for sources in ([small] * 3, [small, dataclasses.replace(large, data=b"", field="parts[1]")]):
+        with pytest.raises(InvalidRequest, match=r"at most 2|parts\[1\]"):
+            reader.open(sources)
 
 
 def test_marks_in_a_text_are_no_images(folder: Path) -> None:
@@ -179,7 +195,7 @@ def test_an_image_that_is_scaled_to_nothing_is_refused_with_its_part(rows: Path)
     limits = ImageLimits(image_count=4, size_bytes=10_000, pixel_count=10_000, prepared_bytes=1 << 20)
     reader = ImageReader(open_processor(rows, rows.name), limits, image_token_id=7)
     with pytest.raises(InvalidRequest, match="900 x 1 pixels, cannot be prepared for this model") as caught:
-        reader.read([ImageSource(png(900, 1), "image/png", "parts[0]")])
+        all_read(reader, [ImageSource(png(900, 1), "image/png", "parts[0]")])
     assert (caught.value.reason, caught.value.field) == (Reason.IMAGE_INVALID, "parts[0]")
 
 

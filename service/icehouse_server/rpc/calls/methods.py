@@ -73,6 +73,9 @@ class Method:
     """How long the request may take to arrive; None is `connection.message_timeout_s`."""
     own_deadline_s: float | None = None
     """Where its class's does not fit."""
+    caller_limit: int | None = None
+    """Calls that one caller may have at once; None is as many as the pool lets it. For what costs others as
+    long as it lasts: being told again and again, or many bytes that it may leave unread."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -121,7 +124,9 @@ _WORKER_COMMAND = Method(
     message_timeout_s=10.0,
     own_deadline_s=600.0,
 )
-_REFLECTION = Method(Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0)
+_REFLECTION = Method(
+    Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
+)
 _HEALTH = Method(
     Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
 )
@@ -143,7 +148,9 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/EvictWithProgress": dataclasses.replace(_COMMAND, own_deadline_s=_WHOLE_DISK_S),
     "icehouse.v1.CacheService/Verify": _CHECK,
     "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
-    "icehouse.v1.CacheService/WatchStats": Method(Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB),
+    "icehouse.v1.CacheService/WatchStats": Method(
+        Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
+    ),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
     "icehouse.v1.ServerService/GetServer": _LOOKUP,
@@ -176,9 +183,11 @@ METHODS: Mapping[str, Method] = {
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
         own_deadline_s=600.0,
+        caller_limit=4,
     ),
+    # A gateway has one, and may be several processes.
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
-        Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0
+        Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0, caller_limit=16
     ),
     "grpc.health.v1.Health/Check": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
     "grpc.health.v1.Health/List": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
@@ -196,6 +205,7 @@ METHODS: Mapping[str, Method] = {
 
 _COMMAND_LIMIT = 256
 _WATCH_LIMIT = 512
+_ANY_NUMBER = 1 << 62
 _HEALTH_CALLS_PER_CONNECTION = 8
 """A client that watches health does so once per connection."""
 
@@ -221,6 +231,21 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[P
     }
 
 
+def caller_shares() -> Mapping[str, Share]:
+    """Return, by method, the places that each caller has of its own where there are few of them; how many
+    there are for all is the pool's."""
+    return {
+        name: Share(
+            limit=_ANY_NUMBER,
+            factor=_ANY_NUMBER,
+            most=row.caller_limit,
+            what=f"{name.partition('/')[2]} calls",
+        )
+        for name, row in METHODS.items()
+        if row.caller_limit is not None
+    }
+
+
 def markdown() -> str:
     """Return docs/methods.md."""
     return _PAGE.format(rows="\n".join(_line(name, row) for name, row in METHODS.items()))
@@ -233,11 +258,12 @@ Written from `service/icehouse_server/rpc/calls/methods.py` by `make gen`; do no
 What the server allows each method, whoever calls it. Places are counted for each tenant, or for each
 connection where nobody proves anything: one may have three quarters of those for `work`
 (`server.max_concurrent_calls`), half of those for `commands`, a fifth of those for `watches`, less the less
-is free; health checks have eight for each connection. What is charged counts against tokens per minute,
-where they are limited. A call that brings no deadline ends with `DEADLINE_EXCEEDED` after the one given here.
+is free; health checks have eight for each connection. Of some methods it may have a few calls at once, as
+given here. What is charged counts against tokens per minute, where they are limited. A call that brings no
+deadline ends with `DEADLINE_EXCEEDED` after the one given here.
 
-| method | who | places | done on | charged | request | arrives within | ends after |
-|---|---|---|---|---|---|---|---|
+| method | who | places | at once | done on | charged | request | arrives within | ends after |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -250,7 +276,8 @@ def _line(name: str, row: Method) -> str:
     if row.message_timeout_s is not None:
         late = f"{row.message_timeout_s:g} s"
     end = "never" if row.deadline_s is None else _duration(row.deadline_s)
-    cells = (f"`{name}`", row.access, row.pool, row.place, row.cost, size, late, end)
+    few = "any" if row.caller_limit is None else str(row.caller_limit)
+    cells = (f"`{name}`", row.access, row.pool, few, row.place, row.cost, size, late, end)
     return f"| {' | '.join(cells)} |"
 
 

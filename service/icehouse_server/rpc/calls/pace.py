@@ -2,7 +2,7 @@
 
 A refused call takes the event loop nearly as long as a short one that is served, and one with a long message
 as long as many. The first of a caller's refusals are told at once; beyond so many in a second each waits for
-its turn, up to some time. So does who begins to be told of all blocks. Owned by the event loop.
+its turn, up to some time. So does who subscribes to KV events. Owned by the event loop.
 """
 
 from __future__ import annotations

@@ -38,21 +38,37 @@ class Share:
     def place(self, origin: str, amount: int = 1) -> Iterator[None]:
         """Hold a place, or so many, until the block ends; raises Overloaded when the caller may have no more
         now."""
-        held, more = self._held[origin], amount - 1
+        self.take(origin, amount)
+        try:
+            yield
+        finally:
+            self.give_back(origin, amount)
+
+    def take(self, origin: str, amount: int = 1) -> None:
+        """Hold as many from now on, until they are given back; raises as `place` does."""
+        held, more = self._held.get(origin, 0), amount - 1
         free = self.limit - self._total - more
         if free <= 0 or held + more >= min(self._factor * free, self._most):
             raise self._full(held=held)
         self._held[origin] += amount
         self._total += amount
-        try:
-            yield
-        finally:
-            self._total -= amount
-            self._held[origin] -= amount
-            if not self._held[origin]:
-                del self._held[origin]
+
+    def give_back(self, origin: str, amount: int = 1) -> None:
+        """Hold as many less."""
+        self._total -= amount
+        self._held[origin] -= amount
+        if not self._held[origin]:
+            del self._held[origin]
 
     def _full(self, *, held: int) -> Overloaded:
+        if held >= self._most:
+            return Overloaded(
+                Reason.QUEUE_FULL,
+                f"{held} {self._what} in flight are yours, as many as one caller may have; end one, or try "
+                "again later",
+                retry_after_s=RETRY_S,
+                metadata={"yours": held, "limit": self._most},
+            )
         return Overloaded(
             Reason.QUEUE_FULL,
             f"{self._total} {self._what} are in flight, {held} of them yours; the limit is {self.limit}, of "

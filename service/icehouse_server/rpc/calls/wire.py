@@ -76,6 +76,10 @@ class Encoded:
 
     data: bytes
 
+    def ByteSize(self) -> int:
+        """Return its length, as messages do."""
+        return len(self.data)
+
 
 class WireWatcher(Protocol):
     """Whoever counts calls. Called on the event loop; must not block."""

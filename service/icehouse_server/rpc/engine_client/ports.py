@@ -114,8 +114,8 @@ class TokenizerPort(Protocol):
 class ImagePort(Protocol):
     """Reads images for the served model. Any thread; an image takes tens of milliseconds."""
 
-    def read(self, sources: Sequence[ImageSource]) -> ReadImages:
-        """Decode images and prepare them; raises InvalidRequest, which names the one at fault."""
+    def open(self, sources: Sequence[ImageSource]) -> OpenImages:
+        """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
         ...
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
@@ -123,8 +123,18 @@ class ImagePort(Protocol):
         ...
 
 
-class ReadImages(Protocol):
-    """All images of a prompt."""
+class OpenImages(Protocol):
+    """All images of a prompt, decoded and prepared one after the other, in order."""
+
+    @property
+    def pixel_bytes(self) -> Sequence[int]:
+        """The memory that decoding takes, of each, by its header."""
+        ...
+
+    def read_next(self) -> int:
+        """Decode and prepare the next one and return its bytes as the model takes them; raises
+        InvalidRequest."""
+        ...
 
     @property
     def texts(self) -> ImageTexts:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from icehouse_server.errors import Overloaded, Reason
+from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 _HEADERS_S = 1.0
@@ -60,17 +61,16 @@ class StallTimer:
                 await asyncio.wait((sending,), timeout=_HEADERS_S)
                 raise
 
-    async def write(self, context: Writable, message: object) -> None:
+    async def write(self, context: Writable, message: answers.Message) -> None:
         """Hand a message to the connection, which may wait for the reader; only within `guard`.
 
-        Raises CancelledError where the connection ends first.
+        Raises as `answers.write` does.
         """
         # Apart from the message: headers that wait with it for the reader would keep the call from being
         # ended with a status (grpc 1.85).
         await self.begin(context)
         self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-        with disconnect_as_cancel():
-            await context.write(message)
+        await answers.write(context, message)
         self._reschedule(None)
 
     def _reschedule(self, when: float | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable
 
-from icehouse.v1 import inference_service_pb2
+from icehouse.v1 import cache_service_pb2, inference_service_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
@@ -15,6 +16,7 @@ from icehouse_server.domain.stats import EngineStats, ServerStats, TenantUse
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
 from icehouse_server.rpc.calls.slow_requests import SlowRequests
+from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.stats import stats_response, tenant_stats_protos
@@ -41,13 +43,33 @@ class StatsReader:
         self._asking: asyncio.Future[Counters] | None = None
         self._next: asyncio.Future[Counters] | None = None
         self._due_time = 0.0
+        self._latest: Counters | None = None
+        self._told: dict[Tenant | None, _Told] = {}
+        """What the latest counters are to each tenant that asked, None for who hears of all."""
 
     async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
         """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
 
         What the whole server does tells one tenant of the others, so it is for operators.
         """
-        engine, cache = await self.ask()
+        return (await self._read(caller)).stats
+
+    async def watched(self, caller: Caller) -> Encoded:
+        """Return them as WatchStats tells them, in one message for all who are told the same; raises as
+        `read` does."""
+        return (await self._read(caller)).watched
+
+    async def _read(self, caller: Caller) -> _Told:
+        counters = await self.ask()
+        if counters is not self._latest:
+            self._latest, self._told = counters, {}
+        told = self._told.get(caller.scope)
+        if told is None:
+            told = self._told[caller.scope] = _Told(self._response(counters, caller))
+        return told
+
+    def _response(self, counters: Counters, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+        engine, cache = counters
         is_operator = caller.role is Role.OPERATOR
         stats = ServerStats(
             collect_time=self._clock.wall(),
@@ -101,6 +123,18 @@ class StatsReader:
 
     def _send(self, reply: Callable[[Counters], None]) -> None:
         self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+
+
+class _Told:
+    """What all who may hear the same are told of the same counters."""
+
+    def __init__(self, stats: inference_service_pb2.CacheStatsResponse) -> None:
+        self.stats = stats
+
+    @functools.cached_property
+    def watched(self) -> Encoded:
+        """A WatchStatsResponse."""
+        return Encoded(cache_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
 
 
 def _noted(asked: asyncio.Future[Counters]) -> None:

@@ -229,8 +229,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call("WatchStats", context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
-                stats = await self._stats.read(call.caller)
-                await timer.write(context, messages.WatchStatsResponse(stats=stats))
+                await timer.write(context, await self._stats.watched(call.caller))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._router.left_ready.wait()

@@ -20,7 +20,6 @@ from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call
-from icehouse_server.rpc.calls.shares import Share
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
@@ -73,10 +72,6 @@ class Generation:
         self._prompts = prompts
         self._grammars = grammars
         self._tenants = tenants
-        # As with the memory of messages, one caller gets at most half of it.
-        self._image_memory = Share(
-            limit=config.image_memory_bytes, factor=1.0, what="bytes of prepared images"
-        )
 
     def request_of(
         self,
@@ -171,7 +166,7 @@ class Generation:
         if read.images:
             # Until the call ends: a request that is parked reads its images again.
             size_bytes = sum(span.image.size_bytes for span in read.images)
-            call.holds.enter_context(self._image_memory.place(callers.origin.get(), size_bytes))
+            call.holds.enter_context(self._prompts.image_memory.place(callers.origin.get(), size_bytes))
         return read
 
     @contextlib.asynccontextmanager

@@ -14,6 +14,8 @@ from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.domain.request import SentImages
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.engine_client.ports import OpenImages
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.chat import check_no_tools
 from icehouse_server.rpc.messages.response_format import response_format_of
@@ -44,7 +46,6 @@ from icehouse_server.rpc.services.prompts import (
     text_prompt_of,
     unchecked,
     with_sent_images,
-    work_bytes,
 )
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
@@ -72,6 +73,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for index, event in events:
                     total.add(replies.responses(index, event))
+                    answers.keep(total.size_bytes)
                     if isinstance(event, Finished):
                         caches[index] = event.usage.cache
             return total.response(
@@ -112,17 +114,15 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                     return infill_of(request.infill)
                 return text_prompt_of(request, kind, model.info, normalizes=normalizes)
 
-            def answer(prompt: TextPrompt) -> messages.TokenizeResponse:
-                found = pieces(prompt, model)
+            def answer(prompt: TextPrompt, images: OpenImages | None) -> messages.TokenizeResponse:
+                found = pieces(prompt, model, images)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
             self._generation.charge(0, call=call)
             size_bytes = request.ByteSize()
             checked = await self._prompts.run(check, size_bytes=size_bytes)
-            async with self._prompts.with_images(checked) as prompt:
-                work = work_bytes(prompt, size_bytes)
-                response = await self._prompts.run(lambda: answer(prompt), size_bytes=work)
+            response = await self._prompts.run_with_images(checked, model, answer, size_bytes=size_bytes)
             self._generation.charge(response.token_count, call=call)
             call.prompt_token_count = response.token_count
             return response

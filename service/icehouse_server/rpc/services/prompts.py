@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
@@ -23,8 +23,8 @@ from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentIma
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Hold, on_loop
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
+from icehouse_server.rpc.engine_client.ports import OpenImages, ServedModel
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.validation import check_token_ids, shown
@@ -98,6 +98,8 @@ class Infill:
 TextPrompt = Text | Chat | Infill
 """What is tokenized here."""
 Prompt = TextPrompt | Tokens
+ImageWork = Callable[[TextPrompt, OpenImages | None], Result]
+"""What is done with a prompt and its images, in any thread; None for one without."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,8 +277,11 @@ class PromptReader:
     Long work leaves one thread to short work, if there are two.
     """
 
-    def __init__(self, *, thread_count: int, images: ImageFetcher) -> None:
+    def __init__(self, *, thread_count: int, images: ImageFetcher, image_memory_bytes: int) -> None:
         self._images = images
+        self.image_memory = Share(limit=image_memory_bytes, factor=1.0, what="bytes of images")
+        """What pixels take while they are decoded, and then the prepared images until their call ends. As
+        with the memory of messages, one caller gets at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
@@ -286,7 +291,11 @@ class PromptReader:
     @classmethod
     def of(cls, config: ServerConfig) -> PromptReader:
         """Return one by the settings; raises ConfigError for image folders or hosts that are none."""
-        return cls(thread_count=config.tokenizer_thread_count, images=ImageFetcher(config))
+        return cls(
+            thread_count=config.tokenizer_thread_count,
+            images=ImageFetcher(config),
+            image_memory_bytes=config.image_memory_bytes,
+        )
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
@@ -301,46 +310,58 @@ class PromptReader:
         if isinstance(found, ReadPrompt):
             return found
         assert isinstance(found, Chat), "only images are put off"
-        async with self.with_images(found) as whole:
-            read = await self.run(lambda: _read(whole, model), size_bytes=work_bytes(whole, size_bytes))
-        assert read.chat is not None
-        # The bytes that were fetched are of no use any more, and are not held beyond this.
-        return dataclasses.replace(read, chat=dataclasses.replace(read.chat, conversation=found.conversation))
 
-    @contextlib.asynccontextmanager
-    async def with_images(self, prompt: TextPrompt) -> AsyncIterator[TextPrompt]:
-        """Give a prompt with the bytes of the images that it names; raises what refuses one."""
+        def work(prompt: TextPrompt, images: OpenImages | None) -> ReadPrompt:
+            return _read(prompt, model, images)
+
+        return await self.run_with_images(found, model, work, size_bytes=size_bytes)
+
+    async def run_with_images(
+        self, prompt: TextPrompt, model: ServedModel, work: ImageWork[Result], *, size_bytes: int
+    ) -> Result:
+        """Return what `work` makes of a prompt and the images that it names; raises what refuses one, and
+        Overloaded where there is no memory for it."""
         if not isinstance(prompt, Chat):
-            yield prompt
-            return
+            return await self.run(lambda: work(prompt, None), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
-            yield dataclasses.replace(prompt, conversation=conversation)
+            sources, opened = conversation.images, None
+            size_bytes = work_bytes(prompt, size_bytes)
+            with contextlib.ExitStack() as held:
+                if sources:
+                    images = model.images
+                    assert images is not None, "a model that reads text alone refuses images before"
+                    opened = await self.run(lambda: images.open(sources), size_bytes=size_bytes)
+                    # Each one a turn of its own, so that others have theirs between them.
+                    for pixel_bytes in opened.pixel_bytes:
+                        read = self.run(opened.read_next, size_bytes=size_bytes, pixel_bytes=pixel_bytes)
+                        held.enter_context(self.image_memory.place(callers.origin.get(), await read))
+                return await self.run(lambda: work(prompt, opened), size_bytes=size_bytes)
 
-    async def run(self, work: Callable[[], Result], *, size_bytes: int = 0) -> Result:
-        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer."""
+    async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
+        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer.
+
+        What it decodes takes `pixel_bytes` meanwhile; raises Overloaded where the caller may have no more.
+        """
         origin = callers.origin.get()
-        holds = []
+        held = contextlib.ExitStack()
         try:
             if size_bytes > _LONG_BYTES:
-                holds.append(await self._long_turns.take(origin))
-            holds.append(await self._turns.take(origin))
+                held.callback((await self._long_turns.take(origin)).release)
+            held.callback((await self._turns.take(origin)).release)
+            if pixel_bytes:
+                held.enter_context(self.image_memory.place(origin, pixel_bytes))
             task = self._executor.submit(work)
         except BaseException:
-            _release(holds)
+            held.close()
             raise
         # A caller that leaves does not end work that has begun: its turn lasts as long as that.
         loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, lambda: _release(holds)))
+        task.add_done_callback(lambda _: on_loop(loop, held.close))
         return await asyncio.wrap_future(task)
 
     def close(self) -> None:
         """Let running work end and take no more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _release(holds: Sequence[Hold]) -> None:
-    for hold in holds:
-        hold.release()
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
@@ -356,11 +377,11 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: Text | Chat | Infill, model: ServedModel) -> list[tuple[int, str]]:
+def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> list[tuple[int, str]]:
     """Return each token's id and spelling, longer than the context as it may be. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
-    return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model).token_ids]
+    return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model, images).token_ids]
 
 
 def work_bytes(prompt: Prompt, size_bytes: int) -> int:
@@ -397,8 +418,9 @@ def _tokenized_limit(info: ModelInfo) -> int:
     return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
-def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
-    """Return the prompt's tokens. What cannot fit is not even tokenized."""
+def _read(prompt: Prompt, model: ServedModel, images: OpenImages | None = None) -> ReadPrompt:
+    """Return the prompt's tokens. What cannot fit is not even tokenized. `images` are those of a
+    conversation, read already."""
     if isinstance(prompt, Tokens):
         if prompt.images is None:
             return ReadPrompt(prompt.token_ids)
@@ -407,7 +429,7 @@ def _read(prompt: Prompt, model: ServedModel) -> ReadPrompt:
     if prompt.size_bytes > _TEXT_BYTES:
         limit = model.info.context_token_limit * model.tokenizer.longest_token_bytes
         _check_bytes(prompt, limit_bytes=max(_TEXT_BYTES, limit))
-    read = _tokens(prompt, model)
+    read = _tokens(prompt, model, images)
     if not read.token_ids:
         raise _empty(prompt.field)
     check_length(len(read.token_ids), model.info, field=prompt.field)
@@ -429,17 +451,15 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
     )
 
 
-def _tokens(prompt: Text | Chat | Infill, model: ServedModel) -> ReadPrompt:
+def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
     if isinstance(prompt, Infill):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
         stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
         return ReadPrompt(infill.token_ids, stop_token_ids=stops)
-    conversation, images = prompt.conversation, None
-    if conversation.images:
-        assert model.images is not None, "a model that reads text alone refuses images before"
-        images = model.images.read(conversation.images)
+    conversation = prompt.conversation
+    if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
     rendered = model.tokenizer.render_chat(conversation)
     chat = RenderedConversation(prompt.conversation, rendered, prompt.changes)

@@ -26,10 +26,13 @@ class ReplySum:
         self._logprobs = bytearray()
         """Those of the prompt and of the first completion, as fields of the answer."""
         self._outputs = [_OutputSum() for _ in range(completion_count)]
+        self.size_bytes = 0
+        """What was added, as it goes over the wire."""
 
     def add(self, responses: Iterable[inference.StreamResponse]) -> None:
         """Add messages, in order."""
         for response in responses:
+            self.size_bytes += response.ByteSize()
             match response.WhichOneof("event"):
                 case "started":
                     self._started = response.started

@@ -10,6 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 
@@ -38,11 +39,11 @@ class KvEventSource(Protocol):
         request: common_pb2.SubscribeKvEventsRequest,
         caller: Caller,
         load: Callable[[], vllm_engine_pb2.SchedulerLoad],
-    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+    ) -> AsyncGenerator[Encoded, None]:
         """Return the batches until the engine is READY no longer; closing them ends the subscription.
 
         They tell of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises
-        an IcehouseError at once when the number to resume from is no longer known.
+        an IcehouseError at once when the number to go on from is no longer known.
         """
         ...
 

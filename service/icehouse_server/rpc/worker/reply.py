@@ -18,6 +18,8 @@ FINISH_REASONS = {
     FinishReason.TOOL_CALLS: "stop",
 }
 ABORTED = "abort"
+_LOGPROB_BYTES = 120
+"""What one takes as an object, about."""
 
 
 class WorkerReply:
@@ -42,6 +44,8 @@ class WorkerReply:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._cached_token_count = 0
         self._has_chunk = False
+        self.kept_bytes = 0
+        """About what it keeps for its last message."""
         self.is_complete = False
         """The last message was made."""
 
@@ -51,11 +55,12 @@ class WorkerReply:
             case Started():
                 self._cached_token_count = event.cache.cached_token_count
             case PrefillProgress():
-                self._prompt_logprobs += event.logprobs
+                self._keep(self._prompt_logprobs, event.logprobs)
             case Delta():
                 self._token_ids += event.token_ids
-                self._logprobs += event.logprobs
-                if self._is_streamed:
+                if not self._is_streamed:
+                    self._keep(self._logprobs, event.logprobs)
+                else:
                     return [worker.GenerateResponse(chunk=self._chunk(event))]
             case Finished():
                 self._cached_token_count = event.usage.cache.cached_token_count
@@ -65,6 +70,10 @@ class WorkerReply:
     def aborted(self) -> worker.GenerateResponse:
         """Return the last message of an output that somebody ended."""
         return worker.GenerateResponse(complete=self._complete(ABORTED))
+
+    def _keep(self, kept: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:
+        kept += entries
+        self.kept_bytes += _LOGPROB_BYTES * sum(1 + len(entry.top) + len(entry.asked) for entry in entries)
 
     def _chunk(self, delta: Delta) -> worker.GenerateStreamChunk:
         is_first, self._has_chunk = not self._has_chunk, True

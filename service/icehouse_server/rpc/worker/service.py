@@ -28,6 +28,8 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.stall_timer import StallTimer
@@ -51,7 +53,8 @@ from icehouse_server.rpc.worker.running import RunningRequest, RunningRequests
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-ARCHIVE_CHUNK_BYTES = 512 << 10
+ARCHIVE_CHUNK_BYTES = 64 << 10
+"""Of the archive, in one message: what each caller that does not read leaves with gRPC."""
 TENANT_KEY = "icehouse-tenant"
 """Metadata that names a tenant, where nobody has to prove which they are, or by an operator."""
 
@@ -85,7 +88,8 @@ class VllmEngineService:
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant was last heard of; only such as have credentials are told apart."""
         self._running = RunningRequests()
-        self._archive: asyncio.Future[TokenizerArchive] | None = None
+        self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
+        """The archive's messages, once for all callers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve the protocol."""
@@ -131,7 +135,9 @@ class VllmEngineService:
         async with submitted as events:
             async for index, event in events:
                 running.note(event)
-                for response in replies[index].responses(event):
+                responses = replies[index].responses(event)
+                answers.keep(sum(reply.kept_bytes for reply in replies))
+                for response in responses:
                     await timer.write(context, response)
 
     async def _prepare(
@@ -251,21 +257,15 @@ class VllmEngineService:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
         async with self._calls.call("GetTokenizer", context), timer.guard():
-            archive = await self._read_archive()
-            size_bytes = len(archive.data)
-            for start in range(0, size_bytes, ARCHIVE_CHUNK_BYTES):
-                stop = start + ARCHIVE_CHUNK_BYTES
-                await timer.write(
-                    context,
-                    common.GetTokenizerChunk(
-                        data=archive.data[start:stop], sha256=archive.sha256_hex if stop >= size_bytes else ""
-                    ),
-                )
+            for chunk in await self._read_archive():
+                await timer.write(context, chunk)
 
-    async def _read_archive(self) -> TokenizerArchive:
-        """Return the archive, made at the first call; all who come meanwhile wait for the same one."""
+    async def _read_archive(self) -> tuple[Encoded, ...]:
+        """Return the archive in messages, made at the first call; who comes meanwhile waits for the same."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
-            self._archive = asyncio.ensure_future(self._parts.prompts.run(self._worker.folder.read_archive))
+            self._archive = asyncio.ensure_future(
+                self._parts.prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
+            )
         return await asyncio.shield(self._archive)
 
     async def FlushCache(
@@ -308,6 +308,16 @@ class VllmEngineService:
         """Refuse, as StartProfile does."""
         async with self._calls.call("StopProfile", context):
             _unsupported("a profiler")
+
+
+def archive_chunks(archive: TokenizerArchive) -> tuple[Encoded, ...]:
+    """Return an archive's messages in order, the last one with its digest."""
+    starts = range(0, len(archive.data), ARCHIVE_CHUNK_BYTES)
+    chunks = [
+        common.GetTokenizerChunk(data=archive.data[start : start + ARCHIVE_CHUNK_BYTES]) for start in starts
+    ]
+    chunks[-1].sha256 = archive.sha256_hex
+    return tuple(Encoded(chunk.SerializeToString()) for chunk in chunks)
 
 
 def _unsupported(what: str) -> NoReturn:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-import ipaddress
 import json
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -23,6 +21,7 @@ from icehouse_server.telemetry.status_page.report import ReportRules, report_of
 PAGE_PATH = "/"
 REPORT_PATH = "/status.json"
 
+_WRONG_METHOD = "405 Method Not Allowed"
 _REPORT_INTERVAL_S = 1.0
 _WAITING_LIMIT = 16
 """Requests that wait for a report together; more are sent away."""
@@ -31,8 +30,7 @@ _WAITING_LIMIT = 16
 class StatusPage:
     """Answers for two paths of the metrics endpoint.
 
-    `read` asks the server, and returns None when it does not answer in time. With `is_local` the endpoint
-    listens on loopback, and whoever names it by a domain of theirs (DNS rebinding) is refused.
+    `read` asks the server, and returns None when it does not answer in time.
     """
 
     def __init__(
@@ -42,13 +40,11 @@ class StatusPage:
         first_token: Callable[[], Iterable[HistogramSeries]],
         rules: ReportRules,
         clock: Clock,
-        is_local: bool,
     ) -> None:
         self._read = read
         self._first_token = first_token
         self._rules = rules
         self._clock = clock
-        self._is_local = is_local
         self._page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._policy = content_security_policy(self._page)
         self._places = threading.BoundedSemaphore(_WAITING_LIMIT)
@@ -63,25 +59,18 @@ class StatusPage:
         return {PAGE_PATH: self._answer_page, REPORT_PATH: self._answer_report}
 
     def _answer_page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if (refusal := self._refusal(environ)) is not None:
-            return _send(start_response, refusal)
+        if environ["REQUEST_METHOD"] != "GET":
+            return _send(start_response, _WRONG_METHOD)
         headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self._policy}
         return _send(start_response, "200 OK", self._page.encode(), headers)
 
     def _answer_report(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if (refusal := self._refusal(environ)) is not None:
-            return _send(start_response, refusal)
+        if environ["REQUEST_METHOD"] != "GET":
+            return _send(start_response, _WRONG_METHOD)
         report = self._latest_report()
         if report is None:
             return _send(start_response, "503 Service Unavailable", headers={"Retry-After": "1"})
         return _send(start_response, "200 OK", report, {"Content-Type": "application/json"})
-
-    def _refusal(self, environ: WSGIEnvironment) -> str | None:
-        if environ["REQUEST_METHOD"] != "GET":
-            return "405 Method Not Allowed"
-        if self._is_local and not _names_this_machine(environ.get("HTTP_HOST", "")):
-            return "421 Misdirected Request"
-        return None
 
     def _latest_report(self) -> bytes | None:
         """Return a report of the last second; None when the server does not answer, or too many wait."""
@@ -117,15 +106,6 @@ def _source_hash(page: str, element: str) -> str:
     content = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
     assert content, f"the page has no <{element}>"
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
-def _names_this_machine(host: str) -> bool:
-    """Whether a Host header is an address or localhost: names that nobody else can point here."""
-    try:
-        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 def _send(

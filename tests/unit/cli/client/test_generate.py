@@ -93,7 +93,12 @@ class Images:
 
     texts = ImageTexts("", ())
 
-    def read(self, sources: Sequence[ImageSource]) -> Images:
+    pixel_bytes = ()
+
+    def read_next(self) -> int:
+        raise AssertionError("there is nothing to decode")
+
+    def open(self, sources: Sequence[ImageSource]) -> Images:
         self.shown = [(source.data, source.detail.name) for source in sources]
         return self
 

@@ -70,6 +70,13 @@ def test_only_what_watches_may_never_end(name: str, row: Method) -> None:
     assert row.deadline_s is None or row.deadline_s >= 60, "a minute is always there"
 
 
+@pytest.mark.parametrize(("name", "row"), METHODS_HERE.items())
+def test_of_what_may_never_end_a_caller_has_a_few(name: str, row: Method) -> None:
+    # Health watches are a few for each connection, by their pool.
+    if row.deadline_s is None and row.pool is not Pool.HEALTH:
+        assert row.caller_limit is not None
+
+
 def end_soon(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     row = dataclasses.replace(METHODS[name], own_deadline_s=0.05)
     monkeypatch.setitem(METHODS, name, row)  # type: ignore[arg-type]

@@ -8,9 +8,12 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
+from icehouse.v1.cache_service_pb2 import WatchStatsResponse
 from icehouse_server.config import TenantConfig
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.slow_requests import SlowRequests
 from icehouse_server.rpc.engine_client.ports import ServedModel, StatsReply
@@ -65,6 +68,21 @@ async def test_all_who_come_while_it_counts_get_the_next_answer_together() -> No
         # What was told before is told to nobody again.
         await reader.ask()
         assert engine.asked_count == 3
+
+
+async def test_all_who_are_told_the_same_get_one_message() -> None:
+    async with reading() as (reader, engine, _):
+        blue, red = Caller(Tenant("blue"), Role.TENANT), Caller(Tenant("red"), Role.TENANT)
+        callers = [UNPROVED, blue, UNPROVED, red, Caller(Tenant("boss"), Role.OPERATOR), blue]
+        for _ in range(2):
+            asked_count = engine.asked_count
+            told = await asyncio.gather(*(reader.watched(caller) for caller in callers))
+            assert engine.asked_count == asked_count + 1
+            assert told[0] is told[2] is told[4] and told[1] is told[5]
+            assert len({id(each) for each in told}) == 3
+            [whole, own] = [WatchStatsResponse.FromString(told[n].data).stats for n in (0, 1)]
+            assert whole.HasField("engine") and not own.HasField("engine")
+        assert (await reader.watched(UNPROVED)).data is not told[0].data, "what was told before is over"
 
 
 async def test_an_engine_that_ends_tells_all_of_them() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -28,9 +30,25 @@ FITTING = 4
 class Images:
     """Images of one token, each an eighth of the memory."""
 
-    def read(self, sources: Sequence[ImageSource]) -> Images:
+    def __init__(self) -> None:
+        self.pixels_bytes = 0
+        """What decoding one takes."""
+        self.read_count = 0
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def open(self, sources: Sequence[ImageSource]) -> Images:
         self.count = len(sources)
         return self
+
+    @property
+    def pixel_bytes(self) -> Sequence[int]:
+        return [self.pixels_bytes] * self.count
+
+    def read_next(self) -> int:
+        self.read_count += 1
+        assert self.may_read.wait(30)
+        return LIMIT_BYTES // 8
 
     @property
     def texts(self) -> ImageTexts:
@@ -43,9 +61,15 @@ class Images:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[RunningServer]:
+def images() -> Images:
+    return Images()
+
+
+@pytest.fixture
+async def served(images: Images) -> AsyncIterator[RunningServer]:
     info = dataclasses.replace(MODEL_INFO, sees_images=True)
-    async with running(info=info, images=Images(), image_memory_bytes=LIMIT_BYTES) as started:
+    settings = {"image_memory_bytes": LIMIT_BYTES, "tokenizer_thread_count": 3}
+    async with running(info=info, images=images, **settings) as started:
         yield started
 
 
@@ -63,7 +87,7 @@ async def test_what_passes_the_limit_is_refused_and_text_is_not(served: RunningS
         await stream.read()
     told = await refused(served.inference.Generate(request()))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL.value)
-    assert "bytes of prepared images" in told.message and str(LIMIT_BYTES) in told.message
+    assert "bytes of images" in told.message and str(LIMIT_BYTES) in told.message
     served.engine.script = counting
     assert (await served.inference.Generate(messages.GenerateRequest(text="a stone"))).text
     streams[0].cancel()
@@ -84,3 +108,52 @@ async def test_every_end_of_a_call_gives_it_back(served: RunningServer) -> None:
         served.engine.refusal = None
         told = await refused(served.inference.Generate(request(FITTING, response_format={"regex": "wrong"})))
         assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_pixels_count_while_they_are_decoded_and_no_longer(
+    served: RunningServer, images: Images, method: str
+) -> None:
+    def ask() -> Any:
+        chat = request().chat
+        kind = messages.GenerateRequest if method == "Generate" else messages.TokenizeRequest
+        return getattr(served.inference, method)(kind(chat=chat), timeout=30)
+
+    # As much as one caller may have: two are never decoded at once.
+    images.pixels_bytes = LIMIT_BYTES // 2
+    images.may_read.clear()
+    first = asyncio.ensure_future(ask())
+    while not images.read_count:
+        await asyncio.sleep(0)
+    told = await refused(ask())
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL.value)
+    assert images.read_count == 1, "nothing of it was decoded"
+    assert (await served.inference.Generate(messages.GenerateRequest(text="a stone"))).text
+    images.may_read.set()
+    await first
+    images.pixels_bytes = LIMIT_BYTES // 2 - LIMIT_BYTES // 8
+    assert await ask()
+
+
+async def test_prepared_images_of_a_caller_leave_less_for_its_pixels(
+    served: RunningServer, images: Images
+) -> None:
+    served.engine.script = hanging
+    stream = served.inference.Stream(request(2))
+    await stream.read()
+    images.pixels_bytes, read_count = LIMIT_BYTES // 2, images.read_count
+    assert (await refused(served.inference.Generate(request()))).reason == Reason.QUEUE_FULL.value
+    assert images.read_count == read_count
+    stream.cancel()
+    await served.cancelled()
+    served.engine.script = counting
+    assert (await served.inference.Generate(request())).text
+
+
+async def test_what_is_prepared_counts_before_the_next_one_is_decoded(
+    served: RunningServer, images: Images
+) -> None:
+    told = await refused(served.inference.Generate(request(FITTING + 4)))
+    assert told.reason == Reason.QUEUE_FULL.value
+    assert images.read_count == FITTING + 1, "the rest was not decoded"
+    assert (await served.inference.Generate(request(FITTING))).text

@@ -22,7 +22,6 @@ from icehouse_server.domain.chat import (
 )
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.engine_client.ports import ServedModel
-from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
 from icehouse_server.rpc.services.rerank_prompt import form_of
 
@@ -72,7 +71,7 @@ async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_byte
 
 
 def prompt_reader(*, thread_count: int) -> PromptReader:
-    return PromptReader(thread_count=thread_count, images=ImageFetcher(ServerConfig()))
+    return PromptReader.of(ServerConfig(tokenizer_thread_count=thread_count))
 
 
 class HeldImages:
@@ -81,7 +80,9 @@ class HeldImages:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    def read(self, sources: Any) -> Any:
+    pixel_bytes = ()
+
+    def open(self, sources: Any) -> Any:
         self._workers.work("images")()
         return self
 

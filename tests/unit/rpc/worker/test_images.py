@@ -190,7 +190,7 @@ class Images:
     def __init__(self) -> None:
         self.thread_names: set[str] = set()
 
-    def read(self, sources: Sequence[Any]) -> Any:
+    def open(self, sources: Sequence[Any]) -> Any:
         raise AssertionError("nobody sends files")
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:

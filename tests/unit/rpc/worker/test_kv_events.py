@@ -15,6 +15,7 @@ from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenan
 from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.kv_events.events import (
     BlockImage,
     BlockRemoved,
@@ -33,12 +34,13 @@ from tests.unit.rpc.conftest import running
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
-from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventStreams, batch_proto
+from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventStreams, Reader, batch_proto
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 PATH = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 OWN, OTHER = Tenant(""), Tenant("other")
+UNPROVED_READER = Reader(OWN, sees_all_tokens=True)
 ROOTS = {OWN: BlockHash(b"o" * 32), OTHER: BlockHash(b"p" * 32)}
 FIRST = KvBlock(-5, None, pack_tokens([1, 2, 3, 4]), CacheScope(OTHER, AdapterName("formal")))
 SECOND = KvBlock(6, -5, pack_tokens([5, 6, 7, 8]), CacheScope())
@@ -57,7 +59,7 @@ def test_an_event_is_told_with_its_place() -> None:
         BlockStored(SECOND, KvTier.RAM),
         BlockRemoved(6, KvTier.RAM, OWN),
     )
-    cleared, first, second, removed = batch_proto(KvBatch(9, 1.5, events), OWN).events
+    cleared, first, second, removed = batch_proto(KvBatch(9, 1.5, events), UNPROVED_READER).events
     assert cleared.WhichOneof("data") == "cleared"
     assert first.stored == common.KvBlocksStored(
         blocks=[common.KvBlock(block_hash=-5, token_ids=[1, 2, 3, 4], block_size=4)],
@@ -77,20 +79,42 @@ def test_an_event_is_told_with_its_place() -> None:
 def test_a_block_with_images_names_them_beside_its_tokens() -> None:
     images = (BlockImage("ca" * 32, -3), BlockImage("d0" * 32, 2))
     batch = KvBatch(9, 1.5, (BlockStored(dataclasses.replace(SECOND, images=images), KvTier.RAM),))
-    (block,) = batch_proto(batch, OWN).events[0].stored.blocks
+    (block,) = batch_proto(batch, UNPROVED_READER).events[0].stored.blocks
     assert [(key.multimodal.identifier, key.multimodal.offset) for key in block.extra_keys] == list(images)
-    assert not FIRST.images and not batch_proto(batch, OWN).events[0].stored.HasField("cache_salt")
+    assert not FIRST.images and not batch_proto(batch, UNPROVED_READER).events[0].stored.HasField(
+        "cache_salt"
+    )
 
 
 def test_what_is_not_the_subscribers_own_has_a_salt() -> None:
     batch = KvBatch(9, 1.5, (BlockStored(FIRST, KvTier.RAM), BlockStored(SECOND, KvTier.RAM)))
-    salts = {own: [e.stored.cache_salt for e in batch_proto(batch, own).events] for own in (OWN, OTHER)}
+    readers = {own: Reader(own, sees_all_tokens=True) for own in (OWN, OTHER)}
+    salts = {
+        own: [e.stored.cache_salt for e in batch_proto(batch, reader).events]
+        for own, reader in readers.items()
+    }
     assert salts[OWN] == ["other", ""] and salts[OTHER][0] == "" and salts[OTHER][1] != ""
+
+
+def test_of_blocks_that_are_not_the_readers_own_the_hashes_are_told() -> None:
+    images = (BlockImage("ca" * 32, -3),)
+    foreign = dataclasses.replace(FIRST, images=images)
+    batch = KvBatch(9, 1.5, (BlockStored(foreign, KvTier.RAM), BlockStored(SECOND, KvTier.RAM)))
+    first, second = (event.stored for event in batch_proto(batch, Reader(OWN, sees_all_tokens=False)).events)
+    assert first == common.KvBlocksStored(
+        blocks=[common.KvBlock(block_hash=-5, block_size=4)],
+        tier=common.KV_CACHE_TIER_DEVICE,
+        medium="GPU",
+        locality=common.KV_CACHE_LOCALITY_LOCAL,
+        lora_name="formal",
+        cache_salt="other",
+    )
+    assert list(second.blocks[0].token_ids) == [5, 6, 7, 8]
 
 
 def test_a_part_of_a_snapshot_says_which() -> None:
     batch = KvBatch(9, 1.5, (BlocksCleared(),), SnapshotChunk(1, 3, 40))
-    message = batch_proto(batch, OWN)
+    message = batch_proto(batch, UNPROVED_READER)
     assert (message.sequence_number, message.timestamp) == (9, 1.5)
     assert message.snapshot == common.KvSnapshotChunk(index=1, count=3, blocks=40)
 
@@ -98,13 +122,24 @@ def test_a_part_of_a_snapshot_says_which() -> None:
 class Stream:
     """A subscription, and the source that it reads."""
 
-    def __init__(self, source: KvEventSource, caller: Caller = UNPROVED, *, after_number: int = 0) -> None:
+    def __init__(
+        self,
+        source: KvEventSource,
+        caller: Caller = UNPROVED,
+        *,
+        after_number: int = 0,
+        streams: KvEventStreams | None = None,
+    ) -> None:
         request = common.SubscribeKvEventsRequest(start_sequence_number=after_number)
-        self.batches = KvEventStreams(source).subscribe(request, caller, load)
+        self.batches = (streams or KvEventStreams(source)).subscribe(request, caller, load)
 
     async def next(self) -> common.KvEventBatch:
         async with asyncio.timeout(60):
-            return await anext(self.batches)
+            return read(await anext(self.batches))
+
+
+def read(message: Encoded) -> common.KvEventBatch:
+    return common.KvEventBatch.FromString(message.data)
 
 
 def block(number: int, tenant: Tenant = OWN) -> Came:
@@ -161,6 +196,48 @@ async def test_a_tenant_is_told_of_its_own_alone(source: KvEventSource) -> None:
     await stream.batches.aclose()
 
 
+@pytest.mark.parametrize(
+    ("caller", "operators_see_tokens", "seen"),
+    [
+        (UNPROVED, False, {1: [1] * 4, 2: [2] * 4}),
+        (Caller(OTHER, Role.TENANT), False, {2: [2] * 4}),
+        (Caller(OTHER, Role.OPERATOR), False, {1: [], 2: [2] * 4}),
+        (Caller(Tenant("third"), Role.OPERATOR), False, {1: [], 2: []}),
+        (Caller(Tenant("third"), Role.OPERATOR), True, {1: [1] * 4, 2: [2] * 4}),
+    ],
+)
+async def test_operators_see_others_tokens_only_where_a_setting_says_so(
+    source: KvEventSource, caller: Caller, operators_see_tokens: bool, seen: dict[int, list[int]]
+) -> None:
+    tell(source, block(1), block(2, OTHER))
+    streams = KvEventStreams(source, operators_see_tokens=operators_see_tokens)
+    stream = Stream(source, caller, streams=streams)
+
+    def tokens(batch: common.KvEventBatch) -> dict[int, list[int]]:
+        blocks = [block for event in batch.events for block in event.stored.blocks]
+        return {block.block_hash: list(block.token_ids) for block in blocks}
+
+    assert tokens(await stream.next()) == seen
+    # As they happen, as in the state.
+    tell(source, *(Left(KvTier.RAM, block(number).name) for number in (1, 2)), block(1), block(2, OTHER))
+    assert tokens(await stream.next()) == seen
+    await stream.batches.aclose()
+
+
+async def test_events_are_encoded_once_for_all_who_are_told_the_same(source: KvEventSource) -> None:
+    tell(source, block(1), block(2, OTHER))
+    streams = KvEventStreams(source)
+    readers = [Stream(source, UNPROVED, streams=streams) for _ in range(3)]
+    readers.append(Stream(source, Caller(OTHER, Role.OPERATOR), streams=streams))
+    for _ in range(2):
+        for each in readers:
+            await each.next()
+        tell(source, Left(KvTier.RAM, block(1).name))
+    assert streams.encoded_total == 2 * 2, "states and changes, of two kinds of readers"
+    for each in readers:
+        await each.batches.aclose()
+
+
 async def test_a_number_of_another_life_is_out_of_range_before_there_is_a_stream(
     source: KvEventSource,
 ) -> None:
@@ -190,21 +267,39 @@ async def test_a_subscriber_that_was_overtaken_is_told(source: KvEventSource) ->
         await stream.next()
 
 
-async def test_who_begins_anew_all_the_time_waits_for_its_turn(source: KvEventSource) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_who_comes_again_all_the_time_waits_for_its_turn(source: KvEventSource, resumes: bool) -> None:
+    delays: list[float] = []
+
+    async def note(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    tell(source, block(1))
+    tell(source, block(2))
+    number = source.feed.channel_of(None).last_number - 1 if resumes else 0
+    streams = KvEventStreams(source, sleep=note)
+    for _ in range(BEGINNING_BURST_COUNT + 3):
+        request = common.SubscribeKvEventsRequest(start_sequence_number=number)
+        batches = streams.subscribe(request, UNPROVED, load)
+        assert read(await anext(batches)).events
+        await batches.aclose()
+    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75]
+
+
+async def test_a_number_that_is_refused_is_a_turn_too(source: KvEventSource) -> None:
     delays: list[float] = []
 
     async def note(delay_s: float) -> None:
         delays.append(delay_s)
 
     streams = KvEventStreams(source, sleep=note)
-    requests = [common.SubscribeKvEventsRequest()] * (BEGINNING_BURST_COUNT + 3)
-    last = source.feed.channel_of(None).last_number
-    requests.append(common.SubscribeKvEventsRequest(start_sequence_number=last))
-    for request in requests:
-        batches = streams.subscribe(request, UNPROVED, load)
-        assert await anext(batches)
-        await batches.aclose()
-    assert delays == [*([0.0] * BEGINNING_BURST_COUNT), 0.25, 0.5, 0.75, 0.0]
+    for _ in range(BEGINNING_BURST_COUNT):
+        with pytest.raises(EventsExpired):
+            streams.subscribe(common.SubscribeKvEventsRequest(start_sequence_number=7), UNPROVED, load)
+    batches = streams.subscribe(common.SubscribeKvEventsRequest(), UNPROVED, load)
+    assert await anext(batches)
+    await batches.aclose()
+    assert delays == [0.25]
 
 
 async def test_a_subscriber_that_takes_nothing_costs_the_others_nothing(source: KvEventSource) -> None:

@@ -21,6 +21,7 @@ from icehouse_server.domain.response_format import Choice
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.block_log import BlockLog, KvTier
 from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.rpc.details import refused
@@ -429,8 +430,23 @@ async def test_loads_are_of_now_where_the_edge_counts_them(served: RunningServer
 async def test_the_tokenizer_comes_in_chunks_with_its_digest_last(served: RunningServer) -> None:
     chunks = [chunk async for chunk in served.worker.GetTokenizer(common.GetTokenizerRequest())]
     assert b"".join(chunk.data for chunk in chunks) == ARCHIVE.data
-    assert [chunk.sha256 for chunk in chunks] == ["", ARCHIVE.sha256_hex]
-    assert max(len(chunk.data) for chunk in chunks) <= 512 << 10
+    assert [chunk.sha256 for chunk in chunks if chunk.sha256] == [chunks[-1].sha256] == [ARCHIVE.sha256_hex]
+    assert max(len(chunk.data) for chunk in chunks) <= 64 << 10
+
+
+async def test_the_archive_is_there_once_for_all_callers() -> None:
+    parts, read_count = worker_parts(), 0
+
+    def read_archive() -> TokenizerArchive:
+        nonlocal read_count
+        read_count += 1
+        return ARCHIVE
+
+    folder = dataclasses.replace(parts.folder, read_archive=read_archive)
+    async with running(worker=dataclasses.replace(parts, folder=folder)) as served:
+        calls = [served.worker.GetTokenizer(common.GetTokenizerRequest()) for _ in range(3)]
+        assert len({b"".join([chunk.data async for chunk in call]) for call in calls}) == 1
+        assert read_count == 1
 
 
 async def test_flushing_removes_every_block(served: RunningServer) -> None:
