@@ -99,12 +99,14 @@ class ServerConfig:
     )
     max_images: int = setting(16, Kind.COUNT, "Most images of one request.", minimum=0, maximum=256)
     max_image_bytes: int = setting(
-        8 * MIB, Kind.BYTES, "Largest image, encoded.", minimum=1024, maximum=1024 * MIB
+        16 * MIB, Kind.BYTES, "Largest image, encoded.", minimum=1024, maximum=1024 * MIB
     )
     max_image_pixels: int = setting(
         16_777_216,
         Kind.COUNT,
-        "Most pixels of an image; more are refused before one is decoded.",
+        "Most pixels that are kept of an image; a larger one is scaled down to them first. Refused before "
+        "it is decoded: a JPEG of more than 16 times as many (progressive: 4), another image of more than 4 "
+        "times.",
         minimum=1,
         maximum=89_000_000,
     )
