@@ -109,7 +109,7 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
 REFUSED = [
     (chat(image(png(1), detail=9)), "IMAGE_INVALID", "parts[0].image.detail"),
     (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
-    (chat(text("x"), image(png(1), media_type="image/jpeg")), "IMAGE_INVALID", "parts[1].image"),
+    (chat(text("x"), image(b"BM", media_type="image/bmp")), "IMAGE_INVALID", "parts[1].image"),
     (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
     (chat(*[image(png(1))] * 3), "IMAGE_INVALID", "parts[2].image"),
     (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "chat"),
