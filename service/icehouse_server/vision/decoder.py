@@ -102,7 +102,7 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
             return JpegImagePlugin.JpegImageFile(file)
         return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", PIXEL_LIMIT) from error
+        raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
     except UnidentifiedImageError as error:  # its words name the object in this process's memory
         raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_told(source)}") from error
     except Exception as error:  # as above
@@ -118,14 +118,16 @@ def _check_pixels(source: ImageSource, image: Image.Image, limits: ImageLimits) 
         limit = _JPEG_FACTOR * limits.pixel_count
     width, height = image.size
     if width * height > limit:
-        raise _too_many_pixels(source, f"{width} x {height}", limit)
+        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
 
 
-def _too_many_pixels(source: ImageSource, shown: str, limit: int) -> InvalidRequest:
+def _too_many_pixels(
+    source: ImageSource, shown: str, count: int | None = None, *, limit: int
+) -> InvalidRequest:
     return _invalid(
         source,
         f"has {shown} pixels; an image of its kind may have {limit}; scale it down",
-        pixels=shown,
+        pixels=count,
         pixel_limit=limit,
     )
 

@@ -170,6 +170,25 @@ async def test_numbers_of_a_message_are_in_the_metadata(served: RunningServer) -
     assert outside.info.metadata == {"index": "1", "token_id": "300", "vocabulary_size": "300"}
 
 
+async def test_values_in_the_metadata_are_as_they_were_sent(served: RunningServer) -> None:
+    """Programs read them: no quotes, no words around a number."""
+    policy = cache_policy_pb2.CachePolicy
+    name = 'it\'s "none"'
+    for bad, key, value in (
+        (request(model=name), "model", name),
+        (request(adapter=name), "adapter", name),
+        (request(adapter=name), "served_adapters", ""),
+        (request(request_id=name), "value", name),
+        (sampled(top_p=1.5), "value", "1.5"),
+        (request(stop=["é" * 129]), "value", "258"),
+        (request(stop=["é" * 129]), "unit", "bytes"),
+        (request(stop_token_ids=[1] * 129), "value", "129"),
+        (request(cache=policy(tenant="t" * 129)), "value", "129"),
+    ):
+        answer = await refused(served.inference.Generate(bad))
+        assert answer.info.metadata[key] == value, answer.info
+
+
 async def test_longest_prompt_that_fits_is_taken(served: RunningServer) -> None:
     await served.inference.Generate(request(text="x" * 63, max_output_tokens=1))
     assert len(served.engine.submitted[0].prompt_token_ids) == 63
