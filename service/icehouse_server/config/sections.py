@@ -81,7 +81,9 @@ class ServerConfig:
     default_max_output_tokens: int = setting(
         256, Kind.COUNT, "Tokens generated when a request does not say.", minimum=1
     )
-    max_output_tokens_limit: int = setting(32768, Kind.COUNT, "Most tokens a request may ask for.", minimum=1)
+    max_output_tokens_limit: int = setting(
+        32768, Kind.COUNT, "Most tokens of one output; a request for more gets so many.", minimum=1
+    )
     max_completions: int = setting(
         16, Kind.COUNT, "Most outputs that a request may ask for of its one prompt.", minimum=1, maximum=256
     )

@@ -47,7 +47,7 @@ class Image:
 
     data: bytes = b""
     media_type: str = ""
-    """What it must be, such as "image/png"; empty: whatever its bytes say."""
+    """What you call it, such as "image/png"; its bytes decide."""
     position: int = 0
     """Characters of the turn's `content` before it."""
     detail: ImageDetail = "auto"

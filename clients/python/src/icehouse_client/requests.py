@@ -48,7 +48,7 @@ class Options(SamplingOptions, PromptOptions, total=False):
     stop_token_ids: Sequence[int]
     """Tokens that end the output, beside the model's own."""
     completions: int
-    """Outputs of the one prompt; more than one needs a temperature above 0."""
+    """Outputs of the one prompt; with temperature 0 they are all alike."""
     logprobs: int
     """Tells log probabilities, and of so many likeliest tokens beside each one; 0 is none beside."""
     prompt_logprobs: bool

@@ -175,7 +175,7 @@ type ChatMessage struct {
 	// Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
 	// word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
-	// The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+	// The text of the turn, which may be empty.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
 	// The speaker's name, for templates that show it. Absent: none.
 	Name *string `protobuf:"bytes,3,opt,name=name,proto3,oneof" json:"name,omitempty"`

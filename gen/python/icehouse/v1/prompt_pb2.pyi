@@ -133,7 +133,7 @@ class ChatMessage(_message.Message):
     word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
     """
     content: _builtins.str
-    """The text of the turn. Without `parts` it may be empty only for "assistant" and "tool"."""
+    """The text of the turn, which may be empty."""
     name: _builtins.str
     """The speaker's name, for templates that show it. Absent: none."""
     reasoning: _builtins.str

@@ -86,7 +86,7 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   role: string;
 
   /**
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    *
    * @generated from field: string content = 2;
    */

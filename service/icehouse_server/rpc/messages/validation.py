@@ -17,7 +17,6 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
-from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 
@@ -100,27 +99,27 @@ def session_id_of(session_id: str) -> str:
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:
-    """Return how many tokens to generate at most; 0 asks for the default."""
-    if value == 0:
-        return config.default_max_output_tokens
-    if not 1 <= value <= config.max_output_tokens_limit:
-        refuse_value("max_output_tokens", value, f"1 to {config.max_output_tokens_limit}, or absent")
-    return value
+    """Return how many tokens to generate at most, not above the server's limit; 0 asks for the default.
+
+    More than that is no mistake: clients send a large number to whatever serves them, and the context ends an
+    output before it as well.
+    """
+    if value < 0:
+        refuse_value("max_output_tokens", value, "1 or more, or absent")
+    return min(value or config.default_max_output_tokens, config.max_output_tokens_limit)
 
 
 def max_reasoning_tokens_of(value: int, config: ServerConfig) -> int:
     """Return how many tokens the model may think with at most."""
-    if not 0 <= value <= config.max_output_tokens_limit:
-        refuse_value("max_reasoning_tokens", value, f"0 to {config.max_output_tokens_limit}, or absent")
-    return value
+    if value < 0:
+        refuse_value("max_reasoning_tokens", value, "0 or more, or absent")
+    return min(value, config.max_output_tokens_limit)
 
 
-def completions_of(value: int, sampling: SamplingParams, config: ServerConfig) -> int:
+def completions_of(value: int, config: ServerConfig) -> int:
     """Return how many outputs to generate; 0 asks for one."""
     if not 0 <= value <= config.max_completions:
         refuse_value("completions", value, f"1 to {config.max_completions}, or absent")
-    if value > 1 and sampling.temperature == 0.0:
-        refuse_value("completions", value, "1 while sampling.temperature is 0: greedy outputs are all alike")
     return value or 1
 
 

@@ -131,8 +131,9 @@ class VllmEngineService:
         async with submitted as events:
             async for index, event in events:
                 running.note(event)
-                for response in replies[index].responses(event):
-                    await timer.write(context, response)
+                for completion in prepared.told_by(index):
+                    for response in replies[completion].responses(event):
+                        await timer.write(context, response)
 
     async def _prepare(
         self, request: messages.GenerateRequest, call: Call, context: Context
@@ -155,7 +156,7 @@ class VllmEngineService:
                 shown=read.logprobs,
                 eos_token_ids=prepared.model.info.eos_token_ids,
             )
-            for index, each in enumerate(prepared.requests)
+            for index, each in enumerate(prepared.completions)
         ]
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
