@@ -32,7 +32,10 @@ def failing_call_ends(address: str) -> Iterator[None]:
     except IcehouseClientError as error:
         complain(failure_text(error, address))
         raise typer.Exit(EXIT_FAILURE) from error
-    except UnicodeEncodeError as error:
+    except ValueError as error:
+        # What the client says of such a text names its own arguments, and not this command's.
+        if not isinstance(error.__cause__, UnicodeEncodeError):
+            raise
         complain("the text has bytes that are no UTF-8; convert it first, as with `iconv -t utf-8`")
         raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as error:
