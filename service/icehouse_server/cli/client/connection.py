@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import typer
 from icehouse_client import Client, IcehouseClientError, Security
+from icehouse_client.proxies import proxy_variable
 
 from icehouse_server.cli.terminal.client_options import Target
 from icehouse_server.cli.terminal.console import complain
@@ -84,5 +85,10 @@ def not_reached_text(details: str, address: str) -> str:
         return (
             f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "
             "asks for certificates --certificate and --key too"
+        )
+    if variable := proxy_variable(address):
+        return (
+            f"the proxy that {variable} names does not reach a server at {address}; where none is needed, "
+            f"list the server's host in no_proxy"
         )
     return f"no server answers at {address}; start one with `icehouse serve`, or say --address"
