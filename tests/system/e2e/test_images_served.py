@@ -190,6 +190,20 @@ async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> N
         assert len(answered.token_ids) == OUTPUT_COUNT and not answered.usage.image_tokens
 
 
+async def test_a_picture_in_a_tools_result_is_seen(folder: Path, tmp_path: Path) -> None:
+    """As an agent that uses a computer sends its screenshots."""
+    asked = prompt_pb2.ChatMessage(role="user", content=QUESTION)
+    result = prompt_pb2.ChatMessage(role="tool", parts=[text("taken"), image(png(1))])
+    told = prompt_pb2.ChatMessage(role="tool", content="taken")
+    by_user = prompt_pb2.ChatMessage(role="user", parts=[image(png(1), media_type="image/jpeg")])
+    async with whole_server(folder, tmp_path) as house:
+        cold = await house.inference.Generate(request(prompt_pb2.ChatPrompt(messages=[asked, result])))
+        same = request(prompt_pb2.ChatPrompt(messages=[asked, told, by_user]))
+        warm = await house.inference.Generate(same)
+    assert cold.usage.image_tokens and warm.token_ids == cold.token_ids
+    assert warm.usage.cached_tokens == cold.usage.prompt_tokens - 1
+
+
 async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks") as house:
         told = await refused(house.inference.Generate(request(chat(image(png(1)), text(QUESTION)))))
