@@ -107,9 +107,9 @@ _MODES = {
 }
 
 
-def tool_result(call: ToolCall, content: str) -> Message:
-    """Return the message that answers a call."""
-    return Message("tool", content, name=call.name, tool_call_id=call.id)
+def tool_result(call: ToolCall, content: str, *, images: Sequence[Image] = ()) -> Message:
+    """Return the message that answers a call; the model sees its images in a user's turn behind it."""
+    return Message("tool", content, name=call.name, tool_call_id=call.id, images=tuple(images))
 
 
 def chat_proto(
