@@ -6,3 +6,10 @@
 `cache` (make bench-cache): the prefix cache cold, from RAM, and from SSD after a restart.
 `load` (make bench-load): latency of a server that is kept busy for a while.
 """
+
+import os
+
+# Servers of this tree are on this machine, whatever proxy the environment names for others.
+for _name in ("no_proxy", "NO_PROXY"):
+    _known = os.environ.get(_name, "")
+    os.environ[_name] = f"{_known},localhost,127.0.0.1,::1".removeprefix(",")

@@ -55,14 +55,18 @@ func Dial(address string, options ...Option) (*Client, error) {
 	if settings.tls != nil {
 		transport = credentials.NewTLS(settings.tls)
 	}
-	conn, err := grpc.NewClient(address, append([]grpc.DialOption{
+	own := []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),
 		grpc.WithDefaultServiceConfig(ServiceConfig),
 		// A prompt's tokens or a long output may pass gRPC's 4 MB.
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)),
 		grpc.WithChainUnaryInterceptor(settings.unary),
 		grpc.WithChainStreamInterceptor(settings.stream),
-	}, settings.dial...)...)
+	}
+	if isLocal(address) {
+		own = append(own, grpc.WithNoProxy())
+	}
+	conn, err := grpc.NewClient(address, append(own, settings.dial...)...)
 	if err != nil {
 		return nil, fmt.Errorf("icehouse: %q is no address: %w", address, err)
 	}

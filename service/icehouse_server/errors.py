@@ -77,8 +77,9 @@ class Reason(enum.StrEnum):
 class IcehouseError(Exception):
     """Base of every operating error.
 
-    `metadata` holds each number of the message as text; `field` names the request
-    field at fault in proto spelling; `retry_after_s` is a measured delay in seconds.
+    `metadata` holds each number of the message, and each name, as text for programs to
+    read; what is None is left out. `field` names the request field at fault in proto
+    spelling; `retry_after_s` is a measured delay in seconds.
     """
 
     def __init__(
@@ -95,7 +96,12 @@ class IcehouseError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
-        self.metadata: dict[str, str] = {k: str(v) for k, v in (metadata or {}).items()}
+        self.metadata = {name: _raw(value) for name, value in (metadata or {}).items() if value is not None}
+
+
+def _raw(value: object) -> str:
+    """Return a value as programs read it: text as it is, without quotes; `true` and `false` as in JSON."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class InvalidRequest(IcehouseError):

@@ -19,6 +19,7 @@ import { readFileSync } from "node:fs";
 import { prefixKey } from "./affinity.js";
 import { IcehouseError } from "./errors.js";
 import { StatusSchema } from "./gen/google/rpc/status_pb.js";
+import { isLocal } from "./local.js";
 import { channelCredentials, type Security } from "./security.js";
 import type { CallBounds, Transport } from "./transport.js";
 
@@ -41,6 +42,7 @@ export class Connection implements Transport {
       // A prompt's tokens or a long output may pass gRPC's 4 MB.
       "grpc.max_receive_message_length": -1,
       interceptors: [...interceptors],
+      ...(isLocal(address) && { "grpc.enable_http_proxy": 0 }),
       ...(security.serverName && { "grpc.ssl_target_name_override": security.serverName }),
     });
   }

@@ -88,7 +88,9 @@ class ServerConfig:
     default_max_output_tokens: int = setting(
         256, Kind.COUNT, "Tokens generated when a request does not say.", minimum=1
     )
-    max_output_tokens_limit: int = setting(32768, Kind.COUNT, "Most tokens a request may ask for.", minimum=1)
+    max_output_tokens_limit: int = setting(
+        32768, Kind.COUNT, "Most tokens of one output; a request for more gets so many.", minimum=1
+    )
     max_completions: int = setting(
         16, Kind.COUNT, "Most outputs that a request may ask for of its one prompt.", minimum=1, maximum=256
     )
@@ -106,20 +108,22 @@ class ServerConfig:
     )
     max_images: int = setting(16, Kind.COUNT, "Most images of one request.", minimum=0, maximum=256)
     max_image_bytes: int = setting(
-        8 * MIB, Kind.BYTES, "Largest image, encoded.", minimum=1024, maximum=1024 * MIB
+        16 * MIB, Kind.BYTES, "Largest image, encoded.", minimum=1024, maximum=1024 * MIB
     )
     max_image_pixels: int = setting(
         16_777_216,
         Kind.COUNT,
-        "Most pixels of an image; more are refused before one is decoded.",
+        "Most pixels that are kept of an image; a larger one is scaled down to them first. Refused before "
+        "it is decoded: a JPEG of more than 16 times as many (progressive: 4), another image of more than 4 "
+        "times.",
         minimum=1,
         maximum=89_000_000,
     )
     image_memory_bytes: int = setting(
         1024 * MIB,
         Kind.BYTES,
-        "Memory of the images of all requests: 12 bytes a pixel while one is decoded (WebP: 24), then what "
-        "is made of them for the model, as long as the request waits or runs; more are refused with "
+        "Memory of the images of all requests: 8 bytes a pixel (WebP: 20) while one is decoded and 4 for each "
+        "that is kept, then what is made of them for the model, as long as the request waits or runs; more are refused with "
         "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
         minimum=MIB,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from icehouse_server.domain.response_format import TaggedJson
@@ -77,6 +77,35 @@ class ChatMessage:
     """The tokens that were generated for this turn; empty when the caller does not say."""
     images: tuple[PlacedImage, ...] = ()
     """Ascending."""
+
+
+def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return the turns with the images of tools' results moved to a user's turn behind the results.
+
+    Families are trained on images of users, and most templates show none of a result. Where several results
+    stand together, a line before its images says which one they are of. All images keep their order.
+    """
+    turns: list[ChatMessage] = []
+    results: list[ChatMessage] = []
+    for message in messages:
+        if message.role != "tool":
+            turns += [*_shown_by_user(results), message]
+            results = []
+        else:
+            turns.append(dataclasses.replace(message, images=()))
+            results.append(message)
+    return (*turns, *_shown_by_user(results))
+
+
+def _shown_by_user(results: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a user's turn with the images of results that stand together; none where they have none."""
+    text = ""
+    images: list[PlacedImage] = []
+    for number, result in enumerate(results, start=1):
+        if result.images and len(results) > 1:
+            text += f"{chr(10) if text else ''}Tool result {number}:"
+        images += [PlacedImage(len(text), placed.source) for placed in result.images]
+    return [ChatMessage("user", text, images=tuple(images))] if images else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,8 +8,11 @@ sending happens on the SDK's own thread, from a bounded queue that drops what it
 from __future__ import annotations
 
 import collections
+import ipaddress
 import logging
 import threading
+import urllib.parse
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -44,8 +47,25 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Return an exporter to a collector; https:// means TLS, everything else none."""
-    return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S)
+    """Return an exporter to a collector; https:// means TLS, everything else none.
+
+    One on this machine is sent to itself, whatever proxy the environment names.
+    """
+    options: Any = (("grpc.enable_http_proxy", 0),) if _is_local(endpoint) else None
+    return OTLPSpanExporter(
+        endpoint,
+        insecure=not endpoint.startswith("https://"),
+        timeout=_EXPORT_TIMEOUT_S,
+        channel_options=options,
+    )
+
+
+def _is_local(endpoint: str) -> bool:
+    try:
+        host = urllib.parse.urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Spans:

@@ -1,32 +1,37 @@
 """Image decoder: encoded bytes to pixels, with Pillow, refused by the header before anything is decoded.
 
-Pillow is of the optional extra `vision`. Any thread.
+The bytes say which format it is; what their sender calls them does not count. A photo larger than a model
+could use is scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image
+afterwards. Pillow is of the optional extra `vision`. Any thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from typing import Final
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from icehouse_server.domain.chat import ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.vision.jpeg_header import JPEG_START, is_read_in_one_scan
 
-_MEDIA_TYPES: Final = {
-    "image/png": "PNG",
-    "image/jpeg": "JPEG",
-    "image/webp": "WEBP",
-    "image/gif": "GIF",
-}
-_FORMATS: Final = tuple(_MEDIA_TYPES.values())
+_OTHER_FORMATS: Final = ("PNG", "WEBP", "GIF")
 PIXEL_LIMIT: Final = 89_478_485
-"""Pillow's own bound, beyond which it warns or refuses by itself."""
-_PIXEL_BYTES: Final = 12
-"""What a pixel takes while it is decoded and turned: Pillow's image of four bytes, upright, and as RGB."""
-_WEBP_PIXEL_BYTES: Final = 24
-"""Of WebP: libwebp's canvas, and what it hands over, come to that (both measured, Pillow 12, Linux)."""
+"""Pillow's own bound for what is decoded whole, beyond which it warns or refuses by itself."""
+_DECODED_FACTOR: Final = 4
+"""So many times the pixels that are kept may be decoded."""
+_JPEG_FACTOR: Final = 16
+"""So many times the pixels that are kept a JPEG may have: a decoder halves it once or twice each way as it
+goes, so that what is decoded is within the factor above."""
+_DECODED_BYTES: Final = 8
+"""What a decoded pixel takes: Pillow's image of four bytes, and as RGB."""
+_DECODED_WEBP_BYTES: Final = 20
+"""Of WebP: libwebp's canvas and what it hands over come to that (measured, Pillow 12, Linux)."""
+_KEPT_BYTES: Final = 4
+"""What a kept pixel takes beside that, while it is scaled or turned upright."""
 _SHOWN_LENGTH: Final = 80
 """Of what callers say in words of their own."""
 
@@ -39,13 +44,14 @@ class ImageLimits:
     size_bytes: int
     """Encoded, of one image."""
     pixel_count: int
-    """Width times height, of one image."""
+    """Width times height that are kept of one image; a larger one is scaled down to it."""
     prepared_bytes: int
     """Of all images of a request, as the model takes them, and of one while it is decoded."""
 
 
 def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    """Return the image upright and in RGB; raises InvalidRequest, which names its part of the request.
+    """Return the image upright, in RGB and within the limit; raises InvalidRequest, which names its part of
+    the request.
 
     Format, size and animation are read from the header, so that what is too large is never decoded.
     """
@@ -53,8 +59,7 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
     try:
         # A GIF's second frame is looked for only now.
         if not getattr(image, "is_animated", False):
-            image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _decoded(image, limits)
     except Exception as error:  # each of Pillow's decoders raises what it likes
         raise _invalid(source, f"cannot be decoded{_detail(source, error)}") from error
     raise _invalid(source, "is animated; send one frame of it")
@@ -65,7 +70,12 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     and for more than a request is ever given."""
     image = _opened(source, limits)
     width, height = image.size
-    size_bytes = width * height * (_WEBP_PIXEL_BYTES if image.format == "WEBP" else _PIXEL_BYTES)
+    target = kept_size(image.size, limits)
+    if is_read_in_one_scan(source.data):
+        # Most pixels of a large one never exist. A progressive JPEG holds all of them at any scale.
+        image.draft(None, target)
+    pixel_bytes = _DECODED_WEBP_BYTES if image.format == "WEBP" else _DECODED_BYTES
+    size_bytes = pixel_bytes * math.prod(image.size) + _KEPT_BYTES * math.prod(target)
     if size_bytes > limits.prepared_bytes:
         raise _invalid(
             source,
@@ -75,6 +85,30 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
             limit_bytes=limits.prepared_bytes,
         )
     return size_bytes
+
+
+def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
+    """Return the width and height to which an image is scaled down; its own where it is small enough."""
+    width, height = size
+    if width * height <= limits.pixel_count:
+        return size
+    scale = math.sqrt(limits.pixel_count / (width * height))
+    narrow = max(1, int(min(size) * scale))
+    wide = min(max(size), limits.pixel_count // narrow, max(1, round(max(size) * scale)))
+    return (wide, narrow) if width >= height else (narrow, wide)
+
+
+def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
+    target = kept_size(image.size, limits)
+    if target != image.size:
+        # The mode stays; only a JPEG knows sizes of its own.
+        image.draft(None, target)
+    image.load()
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    del image
+    if rgb.size != target:
+        rgb = rgb.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
+    return ImageOps.exif_transpose(rgb)
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
@@ -87,45 +121,58 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
             size_bytes=size,
             limit_bytes=limits.size_bytes,
         )
-    image = _of_format(source, limits)
-    width, height = image.size
-    if width * height > limits.pixel_count:
-        raise _too_many_pixels(source, limits, f"{width} x {height}")
+    image = _with_header(source)
+    _check_pixels(source, image, limits)
     return image
 
 
-def _of_format(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    wanted = _MEDIA_TYPES.get(source.media_type.lower()) if source.media_type else None
-    if source.media_type and wanted is None:
-        known = ", ".join(_MEDIA_TYPES)
-        raise _invalid(
-            source, f"is said to be {source.media_type[:_SHOWN_LENGTH]!r}; an image may be {known}"
-        )
+def _with_header(source: ImageSource) -> Image.Image:
+    file = io.BytesIO(source.data)
     try:
-        image = Image.open(io.BytesIO(source.data), formats=_FORMATS)
+        if source.data.startswith(JPEG_START):
+            # Not by Image.open, for which a phone's photo with a second picture behind it is an animation,
+            # and whose bound is for what is decoded whole.
+            return JpegImagePlugin.JpegImageFile(file)
+        return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_many_pixels(source, limits, f"more than {PIXEL_LIMIT}") from error
+        raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
     except UnidentifiedImageError as error:  # its words name the object in this process's memory
-        raise _invalid(source, "is no PNG, JPEG, WebP or GIF") from error
+        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_told(source)}") from error
     except Exception as error:  # as above
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_detail(source, error)}") from error
-    if wanted is not None and image.format != wanted:
-        raise _invalid(source, f"is said to be {source.media_type!r}, and is {image.format}")
-    return image
+        raise _invalid(
+            source, f"is no PNG, JPEG, WebP or GIF{_told(source)}{_detail(source, error)}"
+        ) from error
 
 
-def _too_many_pixels(source: ImageSource, limits: ImageLimits, shown: str) -> InvalidRequest:
+def _check_pixels(source: ImageSource, image: Image.Image, limits: ImageLimits) -> None:
+    """Refuse what would take more memory while it is decoded than an image is given."""
+    limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
+        limit = _JPEG_FACTOR * limits.pixel_count
+    width, height = image.size
+    if width * height > limit:
+        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
+
+
+def _too_many_pixels(
+    source: ImageSource, shown: str, count: int | None = None, *, limit: int
+) -> InvalidRequest:
     return _invalid(
         source,
-        f"has {shown} pixels; an image may have {limits.pixel_count}; scale it down",
-        pixels=shown,
-        pixel_limit=limits.pixel_count,
+        f"has {shown} pixels; an image of its kind may have {limit}; scale it down",
+        pixels=count,
+        pixel_limit=limit,
     )
 
 
 def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidRequest:
     message = f"the image in {source.field} {complaint}"
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=source.field, metadata=facts)
+
+
+def _told(source: ImageSource) -> str:
+    """Return what the sender calls it: the best hint at what it is instead."""
+    return f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
 
 
 def _detail(source: ImageSource, error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from icehouse_client import AsyncClient, Conversation, Image, Message, StreamEvent, Tool, ToolCall
 from icehouse_client.chat import chat_proto
+from icehouse_client.message_dicts import messages_of
 from icehouse_server.domain.events import Delta
 
 from tests.fixtures.rpc.fake_engine import finished, started
@@ -88,6 +89,18 @@ def test_images_stand_where_they_were_put_and_are_kept_in_the_file() -> None:
         facts = [{"role": "user", "parts": [{"image": image}]}]
         with pytest.raises(ValueError, match=r"messages\[0\].parts is no list of texts and images"):
             Conversation.from_json(json.dumps(facts))
+
+
+def test_a_tools_result_may_have_images() -> None:
+    talk = Conversation()
+    shown = Image(b"GIF8")
+    talk.answer(CALL, "taken", images=[shown])
+    assert talk == [Message("tool", "taken", name=CALL.name, tool_call_id=CALL.id, images=(shown,))]
+    assert Conversation.from_json(talk.to_json()) == talk
+    url = "data:image/jpg;base64,R0lGOA=="
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    [sent] = messages_of([{"role": "tool", "tool_call_id": "c", "content": parts}])
+    assert sent.role == "tool" and [image.uri for image in sent.images] == [url]
 
 
 def test_turns_are_taken_back_and_the_system_prompt_is_exchanged() -> None:

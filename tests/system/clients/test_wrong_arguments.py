@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from icehouse_client import AsyncClient, Client, Image, Message, Security, Tool
+from icehouse_client import AsyncClient, Client, Image, Infill, Message, Security, Tool, formats
 
 TURN = [Message("user", "Hi")]
 
@@ -57,6 +57,60 @@ async def test_what_is_wrong_is_named(
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(error, match=re.escape(wanted)):
             await getattr(client, call)(prompt, **options)
+
+
+BAD = "ab\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "place"),
+    [
+        ("generate", [BAD], {}, "prompt"),
+        ("stream", [BAD], {}, "prompt"),
+        ("chat", [[Message("user", "Hi"), Message("user", BAD)]], {}, "messages[1].content"),
+        ("chat", [[{"role": "user", "content": BAD}]], {}, "messages[0].content"),
+        (
+            "chat",
+            [[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": BAD}]}]],
+            {},
+            "messages[0].content[1].text",
+        ),
+        (
+            "chat",
+            [[Message("user", f"x{BAD}", images=(Image(b"GIF8", position=1),))]],
+            {},
+            "messages[0].content",
+        ),
+        ("generate", [Infill("x", BAD)], {}, "prompt.suffix"),
+        ("generate", ["Hi"], {"stop": ["x", BAD]}, "stop[1]"),
+        ("generate", ["Hi"], {"bad_words": [BAD]}, "bad_words[0]"),
+        ("generate", ["Hi"], {"request_id": BAD}, "request_id"),
+        ("generate", ["Hi"], {"tenant": BAD}, "tenant"),
+        ("chat", [TURN], {"tools": [Tool("f", description=BAD)]}, "tools[0].description"),
+        ("chat", [TURN], {"template_arguments": {"a": {"b": BAD}}}, "template_arguments.a.b"),
+        ("chat", [TURN], {"template_arguments": {BAD: 1}}, "a key of template_arguments"),
+        ("tokenize", [BAD], {}, "prompt"),
+        ("embed", [["x", BAD]], {}, "inputs[1]"),
+        ("rerank", ["x", ["y", BAD]], {}, "documents[1]"),
+        ("rerank", ["x", ["y"]], {"instruction": BAD}, "instruction"),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_named(
+    call: str, arguments: Sequence[Any], options: Mapping[str, Any], place: str
+) -> None:
+    wanted = re.escape(place) + r" has half of a surrogate pair, '\\ud83d', at index \d"
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=f"^{wanted}"):
+        getattr(client, call)(*arguments, **options)
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=f"^{wanted}"):
+            await getattr(client, call)(*arguments, **options)
+
+
+def test_half_of_a_surrogate_pair_is_named_by_the_cache_and_formats_too() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=r"^prompt has half .* at index 2:"):
+        client.cache.warm(BAD)
+    with pytest.raises(ValueError, match=r"^texts\[1\] has half"):
+        formats.choice("a", BAD)
 
 
 @pytest.mark.parametrize("given", ["certificate_pem", "key_pem"])

@@ -109,7 +109,7 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
 REFUSED = [
     (chat(image(png(1), detail=9)), "IMAGE_INVALID", "parts[0].image.detail"),
     (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
-    (chat(text("x"), image(png(1), media_type="image/jpeg")), "IMAGE_INVALID", "parts[1].image"),
+    (chat(text("x"), image(b"BM", media_type="image/bmp")), "IMAGE_INVALID", "parts[1].image"),
     (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
     (chat(*[image(png(1))] * 3), "IMAGE_INVALID", "parts[2].image"),
     (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "chat"),
@@ -188,6 +188,20 @@ async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> N
             assert told.field is not None and told.field.endswith(field), told
         answered = await house.inference.Generate(request(chat(text("it was a stone"))))
         assert len(answered.token_ids) == OUTPUT_COUNT and not answered.usage.image_tokens
+
+
+async def test_a_picture_in_a_tools_result_is_seen(folder: Path, tmp_path: Path) -> None:
+    """As an agent that uses a computer sends its screenshots."""
+    asked = prompt_pb2.ChatMessage(role="user", content=QUESTION)
+    result = prompt_pb2.ChatMessage(role="tool", parts=[text("taken"), image(png(1))])
+    told = prompt_pb2.ChatMessage(role="tool", content="taken")
+    by_user = prompt_pb2.ChatMessage(role="user", parts=[image(png(1), media_type="image/jpeg")])
+    async with whole_server(folder, tmp_path) as house:
+        cold = await house.inference.Generate(request(prompt_pb2.ChatPrompt(messages=[asked, result])))
+        same = request(prompt_pb2.ChatPrompt(messages=[asked, told, by_user]))
+        warm = await house.inference.Generate(same)
+    assert cold.usage.image_tokens and warm.token_ids == cold.token_ids
+    assert warm.usage.cached_tokens == cold.usage.prompt_tokens - 1
 
 
 async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:

@@ -115,11 +115,17 @@ def test_a_tool_is_called_with_what_its_schema_allows(fleet: Fleet, choice: Any)
         assert json.loads(call.function.arguments)["city"] in ("Rome", "Ulm")
 
 
+def test_what_clients_send_to_any_server_is_served(fleet: Fleet) -> None:
+    assert fleet.chat("", max_tokens=800_000, stop=["e"]).choices
+    first, second = fleet.chat(TEXT, n=2).choices
+    assert first.message.content == second.message.content
+
+
 def test_a_refusal_names_the_field(fleet: Fleet) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match=r"sampling_params\.max_tokens is 800000"):
-        fleet.chat(TEXT, max_tokens=800_000)
+    with pytest.raises(openai.BadRequestError, match=r"sampling_params\.stop\[0\] is 300 bytes"):
+        fleet.chat(TEXT, stop=["x" * 300])
     with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens"):
         fleet.chat("word " * 5000)
 

@@ -21,6 +21,7 @@ from icehouse_server.telemetry.spans import Spans, otlp_exporter
 from icehouse_server.telemetry.stages import stages_of
 
 from tests.fixtures.known_blocks import Shelf, record_of
+from tests.fixtures.proxy import RefusingProxy
 from tests.fixtures.telemetry.collector import Collector, Sent, collecting
 from tests.fixtures.telemetry.facts import call_record
 
@@ -53,6 +54,13 @@ def spill(request_id: str = "r1") -> SpillRecord:
     return SpillRecord(
         request_id_of(request_id, BLUE), 1_700_000_003.0, 0.5, token_count=256, size_bytes=4096
     )
+
+
+def test_a_collector_on_this_machine_is_sent_to_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RefusingProxy().serving() as proxy:
+        proxy.name_in(monkeypatch, "http_proxy", "https_proxy")
+        collector, _ = sent_for(call_record())
+    assert collector.spans and proxy.asked == []
 
 
 def test_a_call_and_its_stages_are_one_trace_under_the_callers_span() -> None:

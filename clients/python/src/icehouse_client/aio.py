@@ -256,7 +256,7 @@ def _open_channel(
     interceptors: Sequence[grpc.aio.ClientInterceptor],
 ) -> grpc.aio.Channel:
     check_address(address)
-    options = channel_options(security, watches_health=watches_health)
+    options = channel_options(address, security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)

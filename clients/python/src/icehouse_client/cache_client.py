@@ -22,6 +22,7 @@ from icehouse_client.calls import AsyncCalls, Calls
 from icehouse_client.errors import translated
 from icehouse_client.options import refuse_unknown
 from icehouse_client.requests import Prompt, PromptOptions, set_prompt
+from icehouse_client.texts import names_bad_texts
 
 Request = TypeVar("Request", bound=PromptRequest)
 
@@ -278,6 +279,7 @@ def _ending(call: Any) -> Iterator[Any]:
         call.cancel()
 
 
+@names_bad_texts
 def warm_request(prompt: Prompt, options: WarmOptions) -> messages.WarmRequest:
     """Return the message of Warm."""
     refuse_unknown(options, WarmOptions)
@@ -304,12 +306,14 @@ def watch_request(interval_s: float | None) -> messages.WatchStatsRequest:
     return request
 
 
+@names_bad_texts
 def evict_all_request(options: EvictAllOptions) -> messages.EvictRequest:
     """Return the message of an Evict of everything."""
     refuse_unknown(options, EvictAllOptions)
     return messages.EvictRequest(all=True, model=options.get("model", ""))
 
 
+@names_bad_texts
 def order_request(request: Request, prompt: Prompt, options: PromptOptions) -> Request:
     """Return the message of an order about a prompt, filled in."""
     refuse_unknown(options, PromptOptions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 
+from icehouse_client.proxies import is_local
 from icehouse_client.security import ChannelOptions, Security
 
 SERVICE_CONFIG = importlib.resources.files("icehouse_client").joinpath("service_config.json").read_text()
@@ -24,8 +25,8 @@ def check_address(address: str) -> None:
         )
 
 
-def channel_options(security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
-    """Return the options of a channel.
+def channel_options(address: str, security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
+    """Return the options of a channel to an address.
 
     Without `watches_health` servers are used whatever their health says: for those that answer health
     checks only to callers with credentials, which gRPC does not send with them.
@@ -35,5 +36,6 @@ def channel_options(security: Security, *, watches_health: bool) -> list[tuple[s
         ("grpc.max_receive_message_length", -1),
         ("grpc.service_config", SERVICE_CONFIG),
         *(() if watches_health else (("grpc.inhibit_health_checking", 1),)),
+        *((("grpc.enable_http_proxy", 0),) if is_local(address) else ()),
     )
     return security.channel_options(options)

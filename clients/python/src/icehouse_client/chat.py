@@ -47,7 +47,7 @@ class Image:
 
     data: bytes = b""
     media_type: str = ""
-    """What it must be, such as "image/png"; empty: whatever its bytes say."""
+    """What you call it, such as "image/png"; its bytes decide."""
     position: int = 0
     """Characters of the turn's `content` before it."""
     detail: ImageDetail = "auto"
@@ -107,9 +107,9 @@ _MODES = {
 }
 
 
-def tool_result(call: ToolCall, content: str) -> Message:
-    """Return the message that answers a call."""
-    return Message("tool", content, name=call.name, tool_call_id=call.id)
+def tool_result(call: ToolCall, content: str, *, images: Sequence[Image] = ()) -> Message:
+    """Return the message that answers a call; the model sees its images in a user's turn behind it."""
+    return Message("tool", content, name=call.name, tool_call_id=call.id, images=tuple(images))
 
 
 def chat_proto(

@@ -261,7 +261,7 @@ class Client:
 def open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.Channel:
     """Return a channel, secured as `security` says."""
     check_address(address)
-    options = channel_options(security, watches_health=watches_health)
+    options = channel_options(address, security, watches_health=watches_health)
     credentials = security.credentials
     if credentials is None:
         return grpc.insecure_channel(address, options=options)

@@ -68,9 +68,9 @@ class Conversation(list[Message]):
         """Add the assistant's turn, an answer as it came."""
         self.append(reply.message())
 
-    def answer(self, call: ToolCall, content: str) -> None:
+    def answer(self, call: ToolCall, content: str, *, images: Sequence[Image] = ()) -> None:
         """Add the result of a call that the assistant asked for."""
-        self.append(tool_result(call, content))
+        self.append(tool_result(call, content, images=images))
 
     def undo(self) -> None:
         """Take back the last turn of the user and all that came after it; nothing where there is none."""

@@ -8,6 +8,7 @@ from typing import Literal, Self, TypedDict
 from icehouse.v1 import embedding_service_pb2 as messages
 
 from icehouse_client.options import chosen, refuse_unknown
+from icehouse_client.texts import names_bad_texts
 
 Pooling = Literal["last_token", "mean"]
 
@@ -44,6 +45,7 @@ class Embeddings(list[list[float]]):
         return made
 
 
+@names_bad_texts
 def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> messages.EmbedRequest:
     """Return the message of Embed; each input is a text or token ids."""
     refuse_unknown(options, EmbedOptions)

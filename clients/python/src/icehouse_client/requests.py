@@ -17,6 +17,7 @@ from icehouse_client.message_dicts import Turn, messages_of
 from icehouse_client.options import refuse_one_text, refuse_unknown
 from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
+from icehouse_client.texts import names_bad_texts
 from icehouse_client.tool_dicts import GivenTool, ToolChoice, choice_proto, tools_of
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -48,7 +49,7 @@ class Options(SamplingOptions, PromptOptions, total=False):
     stop_token_ids: Sequence[int]
     """Tokens that end the output, beside the model's own."""
     completions: int
-    """Outputs of the one prompt; more than one needs a temperature above 0."""
+    """Outputs of the one prompt; with temperature 0 they are all alike."""
     logprobs: int
     """Tells log probabilities, and of so many likeliest tokens beside each one; 0 is none beside."""
     prompt_logprobs: bool
@@ -70,6 +71,7 @@ class Options(SamplingOptions, PromptOptions, total=False):
     speculation: Speculation
 
 
+@names_bad_texts
 def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequest:
     """Return the message of Generate and Stream; raises TypeError for an unknown option or kind of prompt."""
     refuse_unknown(options, Options)
@@ -136,6 +138,7 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
         request.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
 
 
+@names_bad_texts
 def tokenize_request(
     prompt: str | Sequence[Turn] | Infill, *, model: str, tools: Sequence[GivenTool] = ()
 ) -> inference.TokenizeRequest:

@@ -10,6 +10,7 @@ from icehouse.v1 import rerank_service_pb2 as messages
 
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.options import refuse_unknown
+from icehouse_client.texts import names_bad_texts
 
 
 class RerankOptions(CacheOptions, total=False):
@@ -61,6 +62,7 @@ class Ranking(list[Ranked]):
         return made
 
 
+@names_bad_texts
 def rerank_request(query: str, documents: Sequence[str], options: RerankOptions) -> messages.RerankRequest:
     """Return the message of Rerank."""
     refuse_unknown(options, RerankOptions)

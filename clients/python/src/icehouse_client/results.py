@@ -162,6 +162,8 @@ class Started:
     seed: int
     create_time: datetime.datetime
     system_fingerprint: str
+    max_output_tokens: int = 0
+    """What was asked for, or less where the server's limit or the context is less; 0 of an older server."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ def started_from(started: inference.Started) -> Started:
         seed=started.seed,
         create_time=started.create_time.ToDatetime(datetime.UTC),
         system_fingerprint=started.system_fingerprint,
+        max_output_tokens=started.max_output_tokens,
     )
 
 

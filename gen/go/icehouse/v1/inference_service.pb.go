@@ -50,8 +50,9 @@ type GenerateRequest struct {
 	//	*GenerateRequest_Tokens
 	//	*GenerateRequest_Infill
 	Prompt isGenerateRequest_Prompt `protobuf_oneof:"prompt"`
-	// Most tokens to generate, from 1 to the server's limit (32768 by default; beyond it
-	// PARAMETER_OUT_OF_RANGE). Absent or 0: the server's default (256 by default).
+	// Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
+	// above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
+	// tells. Absent or 0: the server's default (256 by default).
 	MaxOutputTokens int32 `protobuf:"varint,6,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
 	// How tokens are drawn. Absent: greedy.
 	Sampling *SamplingParams `protobuf:"bytes,7,opt,name=sampling,proto3" json:"sampling,omitempty"`
@@ -74,12 +75,12 @@ type GenerateRequest struct {
 	Priority int32 `protobuf:"varint,13,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Whether, and which tool, the model calls. Absent: it decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,14,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
-	// Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
-	// its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
-	// above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
-	// queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
-	// others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
-	// fields of GenerateResponse alone.
+	// Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
+	// PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
+	// They are let in together or refused together, take a place in the queue and a slot each, and the first
+	// to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+	// allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
+	// them. Absent or 0: 1, told by the fields of GenerateResponse alone.
 	Completions int32 `protobuf:"varint,15,opt,name=completions,proto3" json:"completions,omitempty"`
 	// Guess several tokens a step; the output is the same. Absent: no.
 	Speculation *Speculation `protobuf:"bytes,16,opt,name=speculation,proto3" json:"speculation,omitempty"`
@@ -97,8 +98,8 @@ type GenerateRequest struct {
 	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
 	// Absent: none.
 	StopTokenIds []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// Most tokens of reasoning, from 0 to the server's limit of `max_output_tokens` (PARAMETER_OUT_OF_RANGE);
-	// 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
+	// Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
+	// `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
 	// marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
 	// again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
 	// answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
@@ -378,6 +379,9 @@ type GenerateResponse struct {
 	// what reads the model. While it stays, the same request with the same seed is expected to give the same
 	// output; when it changes, outputs may change.
 	SystemFingerprint string `protobuf:"bytes,17,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
+	// Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+	// the server's limit or the model's context is less.
+	MaxOutputTokens int32 `protobuf:"varint,18,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -533,6 +537,13 @@ func (x *GenerateResponse) GetSystemFingerprint() string {
 	return ""
 }
 
+func (x *GenerateResponse) GetMaxOutputTokens() int32 {
+	if x != nil {
+		return x.MaxOutputTokens
+	}
+	return 0
+}
+
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
 	if x != nil {
 		return x.MalformedToolCalls
@@ -681,8 +692,10 @@ type Started struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// As `system_fingerprint` of GenerateResponse.
 	SystemFingerprint string `protobuf:"bytes,8,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// As `max_output_tokens` of GenerateResponse.
+	MaxOutputTokens int32 `protobuf:"varint,9,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -769,6 +782,13 @@ func (x *Started) GetSystemFingerprint() string {
 		return x.SystemFingerprint
 	}
 	return ""
+}
+
+func (x *Started) GetMaxOutputTokens() int32 {
+	if x != nil {
+		return x.MaxOutputTokens
+	}
+	return 0
 }
 
 // How far the prompt is computed.
@@ -1511,7 +1531,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIds\x125\n" +
 	"\x14max_reasoning_tokens\x18\x14 \x01(\x05H\x01R\x12maxReasoningTokens\x88\x01\x01B\b\n" +
 	"\x06promptB\x17\n" +
-	"\x15_max_reasoning_tokens\"\xe1\x06\n" +
+	"\x15_max_reasoning_tokens\"\x8d\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1534,7 +1554,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\rstop_token_id\x18\x0f \x01(\x05H\x01R\vstopTokenId\x88\x01\x01\x12;\n" +
 	"\vcreate_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
-	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12P\n" +
+	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12*\n" +
+	"\x11max_output_tokens\x18\x12 \x01(\x05R\x0fmaxOutputTokens\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
 	"\f_stop_stringB\x10\n" +
 	"\x0e_stop_token_id\"\xf7\x01\n" +
@@ -1543,7 +1564,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xd5\x02\n" +
+	"\x05event\"\x81\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1554,7 +1575,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x04seed\x18\x06 \x01(\x04R\x04seed\x12;\n" +
 	"\vcreate_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
-	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\"\xa6\x01\n" +
+	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\x12*\n" +
+	"\x11max_output_tokens\x18\t \x01(\x05R\x0fmaxOutputTokens\"\xa6\x01\n" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +

@@ -175,7 +175,7 @@ type ChatMessage struct {
 	// Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
 	// word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
-	// The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+	// The text of the turn, which may be empty.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
 	// The speaker's name, for templates that show it. Absent: none.
 	Name *string `protobuf:"bytes,3,opt,name=name,proto3,oneof" json:"name,omitempty"`
@@ -366,9 +366,11 @@ type ContentPart_Text struct {
 }
 
 type ContentPart_Image struct {
-	// An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-	// alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-	// `server.max_images`.
+	// An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+	// are shown to the model in a user's turn behind them, since few families show any in a result; where there
+	// are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+	// the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+	// more of them than `server.max_images`.
 	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
 
@@ -387,8 +389,8 @@ type ImagePart struct {
 	//	*ImagePart_Data
 	//	*ImagePart_Uri
 	Source isImagePart_Source `protobuf_oneof:"source"`
-	// "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-	// refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+	// What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+	// error where they are no image. Absent: what the data URI says.
 	MediaType string `protobuf:"bytes,3,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
 	// How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
 	Detail        ImageDetail `protobuf:"varint,4,opt,name=detail,proto3,enum=icehouse.v1.ImageDetail" json:"detail,omitempty"`
@@ -470,8 +472,9 @@ type isImagePart_Source interface {
 }
 
 type ImagePart_Data struct {
-	// The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-	// (IMAGE_INVALID, before anything is decoded).
+	// The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+	// `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+	// not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
 	Data []byte `protobuf:"bytes,1,opt,name=data,proto3,oneof"`
 }
 

@@ -381,7 +381,7 @@ type ServerLimits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Bytes of a request message.
 	MaxMessageBytes int64 `protobuf:"varint,1,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`
-	// `max_output_tokens` of a request.
+	// `max_output_tokens` of a request; more is taken as so many.
 	MaxOutputTokens int32 `protobuf:"varint,2,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
 	// What a request gets that does not say `max_output_tokens`.
 	DefaultMaxOutputTokens int32 `protobuf:"varint,3,opt,name=default_max_output_tokens,json=defaultMaxOutputTokens,proto3" json:"default_max_output_tokens,omitempty"`

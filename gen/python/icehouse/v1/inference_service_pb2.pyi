@@ -74,18 +74,19 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text. The tokenizer adds the model's start token if the model wants one."""
     max_output_tokens: _builtins.int
-    """Most tokens to generate, from 1 to the server's limit (32768 by default; beyond it
-    PARAMETER_OUT_OF_RANGE). Absent or 0: the server's default (256 by default).
+    """Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
+    above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
+    tells. Absent or 0: the server's default (256 by default).
     """
     priority: _builtins.int
     """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
     completions: _builtins.int
-    """Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
-    its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
-    above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
-    queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
-    others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
-    fields of GenerateResponse alone.
+    """Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
+    PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
+    They are let in together or refused together, take a place in the queue and a slot each, and the first
+    to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+    allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
+    them. Absent or 0: 1, told by the fields of GenerateResponse alone.
     """
     adapter: _builtins.str
     """The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
@@ -99,8 +100,8 @@ class GenerateRequest(_message.Message):
     (one that is not written as above is passed over), else none.
     """
     max_reasoning_tokens: _builtins.int
-    """Most tokens of reasoning, from 0 to the server's limit of `max_output_tokens` (PARAMETER_OUT_OF_RANGE);
-    0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
+    """Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
+    `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
     marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
     again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
     answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
@@ -232,6 +233,7 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -260,6 +262,10 @@ class GenerateResponse(_message.Message):
     chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
     what reads the model. While it stays, the same request with the same seed is expected to give the same
     output; when it changes, outputs may change.
+    """
+    max_output_tokens: _builtins.int
+    """Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+    the server's limit or the model's context is less.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -319,11 +325,12 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
+        max_output_tokens: _builtins.int = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "create_time", b"create_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -396,6 +403,7 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
     model: _builtins.str
@@ -406,6 +414,8 @@ class Started(_message.Message):
     """The seed that is used, the request's or the one drawn for it."""
     system_fingerprint: _builtins.str
     """As `system_fingerprint` of GenerateResponse."""
+    max_output_tokens: _builtins.int
+    """As `max_output_tokens` of GenerateResponse."""
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
         """What is reused of the prompt."""
@@ -429,10 +439,11 @@ class Started(_message.Message):
         seed: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
+        max_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,7 +133,7 @@ class ChatMessage(_message.Message):
     word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
     """
     content: _builtins.str
-    """The text of the turn. Without `parts` it may be empty only for "assistant" and "tool"."""
+    """The text of the turn, which may be empty."""
     name: _builtins.str
     """The speaker's name, for templates that show it. Absent: none."""
     reasoning: _builtins.str
@@ -198,9 +198,11 @@ class ContentPart(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-        alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-        `server.max_images`.
+        """An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+        are shown to the model in a user's turn behind them, since few families show any in a result; where there
+        are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+        the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+        more of them than `server.max_images`.
         """
 
     def __init__(
@@ -232,8 +234,9 @@ class ImagePart(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-    (IMAGE_INVALID, before anything is decoded).
+    """The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+    `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+    not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
     """
     uri: _builtins.str
     """A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
@@ -245,8 +248,8 @@ class ImagePart(_message.Message):
     a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
     """
     media_type: _builtins.str
-    """"image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-    refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+    """What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+    error where they are no image. Absent: what the data URI says.
     """
     detail: Global___ImageDetail.ValueType
     """How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID."""

@@ -225,7 +225,7 @@ class ServerLimits(_message.Message):
     max_message_bytes: _builtins.int
     """Bytes of a request message."""
     max_output_tokens: _builtins.int
-    """`max_output_tokens` of a request."""
+    """`max_output_tokens` of a request; more is taken as so many."""
     default_max_output_tokens: _builtins.int
     """What a request gets that does not say `max_output_tokens`."""
     max_completions: _builtins.int

@@ -86,7 +86,7 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   role: string;
 
   /**
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    *
    * @generated from field: string content = 2;
    */
@@ -171,9 +171,11 @@ export type ContentPart = Message<"icehouse.v1.ContentPart"> & {
     case: "text";
   } | {
     /**
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      *
      * @generated from field: icehouse.v1.ImagePart image = 2;
      */
@@ -203,8 +205,9 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
    */
   source: {
     /**
-     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-     * (IMAGE_INVALID, before anything is decoded).
+     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      *
      * @generated from field: bytes data = 1;
      */
@@ -227,8 +230,8 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+   * error where they are no image. Absent: what the data URI says.
    *
    * @generated from field: string media_type = 3;
    */

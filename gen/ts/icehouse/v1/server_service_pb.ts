@@ -115,7 +115,7 @@ export type ServerLimits = Message<"icehouse.v1.ServerLimits"> & {
   maxMessageBytes: bigint;
 
   /**
-   * `max_output_tokens` of a request.
+   * `max_output_tokens` of a request; more is taken as so many.
    *
    * @generated from field: int32 max_output_tokens = 2;
    */

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import typer
 from icehouse_client import Client, IcehouseClientError, Security
+from icehouse_client.proxies import proxy_variable
 
 from icehouse_server.cli.terminal.client_options import Target
 from icehouse_server.cli.terminal.console import complain
@@ -32,7 +33,10 @@ def failing_call_ends(address: str) -> Iterator[None]:
     except IcehouseClientError as error:
         complain(failure_text(error, address))
         raise typer.Exit(EXIT_FAILURE) from error
-    except UnicodeEncodeError as error:
+    except ValueError as error:
+        # What the client says of such a text names its own arguments, and not this command's.
+        if not isinstance(error.__cause__, UnicodeEncodeError):
+            raise
         complain("the text has bytes that are no UTF-8; convert it first, as with `iconv -t utf-8`")
         raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as error:
@@ -81,5 +85,10 @@ def not_reached_text(details: str, address: str) -> str:
         return (
             f"the server at {address} closed the connection; one with TLS wants --ca (or --tls), one that "
             "asks for certificates --certificate and --key too"
+        )
+    if variable := proxy_variable(address):
+        return (
+            f"the proxy that {variable} names does not reach a server at {address}; where none is needed, "
+            f"list the server's host in no_proxy"
         )
     return f"no server answers at {address}; start one with `icehouse serve`, or say --address"

@@ -7,13 +7,15 @@ mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
 from mlx_lm.utils import (
+    _get_classes,
     _tokenizer_defaults,
     load_adapters,
     load_model,
@@ -42,6 +44,20 @@ def hidden_states(model: Any, token_ids: mx.array, caches: Sequence[Cache]) -> m
     if not isinstance(hidden, mx.array) or hidden.ndim != 3:
         raise TypeError(f"{type(body).__name__} gives no hidden states")
     return hidden
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Return whether the installed mlx-lm has a class for what config.json names."""
+    try:
+        _get_classes(dict(config))
+    except (ValueError, AttributeError):  # no module of that name, or one that is no model's
+        return False
+    return True
+
+
+def version() -> str:
+    """Return the installed release."""
+    return importlib.metadata.version("mlx-lm")
 
 
 def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:

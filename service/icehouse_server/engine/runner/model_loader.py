@@ -99,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(
             Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {one_line(error)}"
         ) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(Reason.MODEL_INVALID, f"{path / 'config.json'} names no model_type")
     return config
 
@@ -139,8 +139,8 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
             source.path, eos_token_ids=eos_token_ids, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:  # transformers raises whatever its parsers raise
-        raise ModelError(
-            Reason.MODEL_INVALID, f"the tokenizer in {source.path} cannot be loaded: {one_line(error)}"
+        raise _load_error(
+            source, config, f"the tokenizer in {source.path} cannot be loaded", error
         ) from error
     return Tokenizer(wrapper)
 
@@ -165,14 +165,33 @@ def load(source: ModelSource) -> LoadedModel:
         model.eval()
         mx.eval([part.parameters() for part in parts])
     except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
-        raise ModelError(
-            Reason.MODEL_INVALID,
-            f"the model in {source.path} cannot be loaded: {one_line(error)}; is the download complete?",
+        config = read_config(source.path)
+        raise _load_error(
+            source,
+            config,
+            f"the model in {source.path} cannot be loaded",
+            error,
+            hint="; is the download complete?",
         ) from error
     if source.code is not None:
         caches = leaves(kv_caches.make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
+
+
+def _load_error(
+    source: ModelSource, config: Mapping[str, Any], complaint: str, error: Exception, *, hint: str = ""
+) -> ModelError:
+    """Return why a folder cannot be loaded: that nobody knows its kind, or else the library's own words."""
+    if "model_file" in config or mlx_vlm.is_needed(config) or mlx_lm.knows(config):
+        return ModelError(Reason.MODEL_INVALID, f"{complaint}: {one_line(error)}{hint}")
+    kind, version = config["model_type"], mlx_lm.version()
+    return ModelError(
+        Reason.MODEL_INVALID,
+        f"the model in {source.path} is of the model_type {kind!r}, which the installed mlx-lm {version} "
+        "does not know; serve another model, or wait for a release of Icehouse with a newer mlx-lm",
+        metadata={"model_type": kind, "mlx_lm_version": version},
+    )
 
 
 def describe(

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from icehouse_server.domain.chat import (
     ToolCall,
     ToolChoice,
     ToolMode,
+    with_result_images_in_user_turns,
 )
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
@@ -37,7 +39,7 @@ TOOL_BYTES_LIMIT = 1 << 20
 """Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
-_SILENT_ROLES = ("assistant", "tool")
+_SHOWING_ROLES = ("user", "tool")
 _MODES = {
     tool_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
     tool_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
@@ -73,7 +75,7 @@ def conversation_of(
     messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
     offered = tools_of(tools)
     conversation = Conversation(
-        messages=messages,
+        messages=with_result_images_in_user_turns(messages),
         tools=offered,
         tool_choice=_choice_of(choice, offered),
         template_arguments=_arguments_of(chat.template_arguments),
@@ -185,11 +187,6 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
             f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
     said = _content_of(message, field, info)
-    if not (said.text or said.images) and role not in _SILENT_ROLES:
-        raise _bad_chat(
-            f'{field}.content is empty; only an "assistant" or a "tool" may say nothing',
-            field=f"{field}.content",
-        )
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
             raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
@@ -248,8 +245,8 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
             field=field,
             metadata={"architecture": info.architecture},
         )
-    if role != "user":
-        raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" only', field=field)
+    if role not in _SHOWING_ROLES:
+        raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" and "tool"', field=field)
     detail = _DETAILS.get(image.detail)
     if detail is None:
         raise _bad_image(
@@ -268,22 +265,29 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
 
 
 def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
-    uri, media_type = image.uri, image.media_type
-    head, comma, body = uri.partition(",")
+    """Return the file in a data URI (RFC 2397), whatever it is called, leniently as browsers read base64."""
+    head, comma, body = image.uri.partition(",")
     told, *options = head[len("data:") :].split(";")
-    if not (comma and options[-1:] == ["base64"]):
+    if not comma or not options or options[-1].strip().lower() != "base64":
         shape = "data:image/png;base64,..."
-        raise _bad_image(f"{field}.uri is {shown(uri[:40])}; it must be {shape}", field=f"{field}.uri")
-    if media_type and told and media_type.lower() != told.lower():
-        raise _bad_image(
-            f"{field}.media_type is {shown(media_type)}, and its URI says {shown(told)}",
-            field=f"{field}.media_type",
-        )
+        raise _bad_image(f"{field}.uri is {shown(image.uri[:40])}; it must be {shape}", field=f"{field}.uri")
     try:
-        data = base64.b64decode(body, validate=True)
+        data = _from_base64(body)
     except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
         raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
-    return ImageSource(data, media_type or told, field, detail=detail)
+    if not data:
+        raise _bad_image(f"{field}.uri has no data behind its comma", field=f"{field}.uri")
+    return ImageSource(data, image.media_type or told.strip(), field, detail=detail)
+
+
+def _from_base64(text: str) -> bytes:
+    """Return the bytes; lines, and an end that is not filled up, are as good as one whole text."""
+    if "%" in text:
+        text = urllib.parse.unquote(text, errors="strict")
+    encoded = b"".join(text.encode("ascii").split())
+    if b"=" not in encoded:
+        encoded += b"=" * (-len(encoded) % 4)
+    return base64.b64decode(encoded, validate=True)
 
 
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:

@@ -51,7 +51,7 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
 def check_choice_count(count: int, *, field: str) -> None:
     """Refuse more texts than one choice may have: each costs time and memory, the empty ones too."""
     if count > CHOICE_TEXT_LIMIT:
-        refuse_value(field, f"{count} texts", f"at most {CHOICE_TEXT_LIMIT} texts")
+        refuse_value(field, count, f"at most {CHOICE_TEXT_LIMIT} texts", unit="texts")
 
 
 def _missing(message: str, *, field: str) -> InvalidRequest:

@@ -133,6 +133,8 @@ class ReplyFacts:
     create_time: float
     """`Clock.wall` when the request reached the edge."""
     system_fingerprint: str
+    max_output_token_count: int
+    """The least of what was asked for, what the server allows and what the context leaves."""
 
 
 def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOTES) -> inference.Started:
@@ -146,6 +148,7 @@ def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOT
         seed=facts.seed,
         create_time=timestamp_proto(facts.create_time),
         system_fingerprint=facts.system_fingerprint,
+        max_output_tokens=facts.max_output_token_count,
     )
 
 

@@ -65,14 +65,15 @@ def sampling_of(
 def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words that the output must not have; refuses too many, and empty or long ones."""
     if len(words) > BAD_WORD_COUNT_LIMIT:
-        refuse_value("sampling.bad_words", f"{len(words)} texts", f"at most {BAD_WORD_COUNT_LIMIT} texts")
+        refuse_value("sampling.bad_words", len(words), f"at most {BAD_WORD_COUNT_LIMIT} texts", unit="texts")
     for index, word in enumerate(words):
         size_bytes = len(word.encode("utf-8"))
         if not 1 <= size_bytes <= BAD_WORD_BYTE_LIMIT:
             refuse_value(
                 f"sampling.bad_words[{index}]",
-                f"{size_bytes} bytes",
+                size_bytes,
                 f"1 to {BAD_WORD_BYTE_LIMIT} bytes long in UTF-8",
+                unit="bytes",
             )
     return tuple(words)
 
@@ -90,8 +91,9 @@ def spellings(
             if len(token_ids) > BAD_WORD_TOKEN_LIMIT:
                 refuse_value(
                     f"sampling.bad_words[{index}]",
-                    f"{len(token_ids)} tokens",
+                    len(token_ids),
                     f"at most {BAD_WORD_TOKEN_LIMIT} tokens long",
+                    unit="tokens",
                 )
             if token_ids and max(token_ids) < vocabulary_size:
                 found[token_ids] = None
@@ -140,7 +142,7 @@ def _check_penalties(proto: sampling_pb2.SamplingParams) -> None:
 def check_logit_bias_count(count: int, *, field: str) -> None:
     """Refuse more entries than a request may have."""
     if count > LOGIT_BIAS_COUNT_LIMIT:
-        refuse_value(field, f"{count} entries", f"at most {LOGIT_BIAS_COUNT_LIMIT} entries")
+        refuse_value(field, count, f"at most {LOGIT_BIAS_COUNT_LIMIT} entries", unit="entries")
 
 
 def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, float], ...]:
@@ -166,12 +168,13 @@ def _banned_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tup
     if len(sequences) > BAD_WORD_COUNT_LIMIT:
         refuse_value(
             "sampling.bad_token_sequences",
-            f"{len(sequences)} sequences",
+            len(sequences),
             f"at most {BAD_WORD_COUNT_LIMIT} sequences",
+            unit="sequences",
         )
     for index, sequence in enumerate(sequences):
         field = f"sampling.bad_token_sequences[{index}]"
         if not 1 <= len(sequence.ids) <= BAD_WORD_TOKEN_LIMIT:
-            refuse_value(field, f"{len(sequence.ids)} tokens", f"1 to {BAD_WORD_TOKEN_LIMIT} tokens long")
+            refuse_value(field, len(sequence.ids), f"1 to {BAD_WORD_TOKEN_LIMIT} tokens long", unit="tokens")
         check_token_ids(sequence.ids, info, field=f"{field}.ids")
     return tuple(dict.fromkeys(tuple(sequence.ids) for sequence in sequences))

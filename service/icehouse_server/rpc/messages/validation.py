@@ -17,7 +17,6 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
-from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 
@@ -48,13 +47,13 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_LENGTH_LIMIT else text[: _SHOWN_LENGTH_LIMIT - 1] + "…"
 
 
-def refuse_value(field: str, value: object, wanted: str) -> NoReturn:
-    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words."""
+def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> NoReturn:
+    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words, `unit` what is counted."""
     raise InvalidRequest(
         Reason.PARAMETER_OUT_OF_RANGE,
-        f"{field} is {shown(value)}; it must be {wanted}",
+        f"{field} is {shown(value)}{' ' if unit else ''}{unit}; it must be {wanted}",
         field=field,
-        metadata={"field": field, "value": shown(value), "wanted": wanted},
+        metadata={"field": field, "value": value, "wanted": wanted, **({"unit": unit} if unit else {})},
     )
 
 
@@ -65,7 +64,7 @@ def check_model(model_id: str, info: ModelInfo) -> None:
             Reason.MODEL_NOT_FOUND,
             f"model {shown(model_id)} is not served here; use {info.model_id!r} or leave `model` empty",
             field="model",
-            metadata={"model": shown(model_id), "served_model": info.model_id},
+            metadata={"model": model_id, "served_model": info.model_id},
         )
 
 
@@ -73,13 +72,13 @@ def check_adapter(name: str, info: ModelInfo) -> None:
     """Accept an adapter that is served and the empty name; raises NotFound for any other."""
     served = [adapter.name for adapter in info.adapters]
     if name and name not in served:
-        known = ", ".join(served[:_LISTED_LIMIT]) or "none"
+        known = ", ".join(served[:_LISTED_LIMIT])
         raise NotFound(
             Reason.ADAPTER_NOT_FOUND,
             f"adapter {shown(name)} is not served here; leave `adapter` empty or name one of the "
-            f"{len(served)} that ListModels shows: {known}",
+            f"{len(served)} that ListModels shows: {known or 'none'}",
             field="adapter",
-            metadata={"adapter": shown(name), "served_adapters": known, "served_count": len(served)},
+            metadata={"adapter": name, "served_adapters": known, "served_count": len(served)},
         )
 
 
@@ -100,27 +99,27 @@ def session_id_of(session_id: str) -> str:
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:
-    """Return how many tokens to generate at most; 0 asks for the default."""
-    if value == 0:
-        return config.default_max_output_tokens
-    if not 1 <= value <= config.max_output_tokens_limit:
-        refuse_value("max_output_tokens", value, f"1 to {config.max_output_tokens_limit}, or absent")
-    return value
+    """Return how many tokens to generate at most, not above the server's limit; 0 asks for the default.
+
+    More than that is no mistake: clients send a large number to whatever serves them, and the context ends an
+    output before it as well.
+    """
+    if value < 0:
+        refuse_value("max_output_tokens", value, "1 or more, or absent")
+    return min(value or config.default_max_output_tokens, config.max_output_tokens_limit)
 
 
 def max_reasoning_tokens_of(value: int, config: ServerConfig) -> int:
     """Return how many tokens the model may think with at most."""
-    if not 0 <= value <= config.max_output_tokens_limit:
-        refuse_value("max_reasoning_tokens", value, f"0 to {config.max_output_tokens_limit}, or absent")
-    return value
+    if value < 0:
+        refuse_value("max_reasoning_tokens", value, "0 or more, or absent")
+    return min(value, config.max_output_tokens_limit)
 
 
-def completions_of(value: int, sampling: SamplingParams, config: ServerConfig) -> int:
+def completions_of(value: int, config: ServerConfig) -> int:
     """Return how many outputs to generate; 0 asks for one."""
     if not 0 <= value <= config.max_completions:
         refuse_value("completions", value, f"1 to {config.max_completions}, or absent")
-    if value > 1 and sampling.temperature == 0.0:
-        refuse_value("completions", value, "1 while sampling.temperature is 0: greedy outputs are all alike")
     return value or 1
 
 
@@ -131,7 +130,10 @@ def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
         size_bytes = len(text.encode("utf-8"))
         if not 1 <= size_bytes <= config.max_stop_bytes:
             refuse_value(
-                f"stop[{index}]", f"{size_bytes} bytes", f"1 to {config.max_stop_bytes} bytes long in UTF-8"
+                f"stop[{index}]",
+                size_bytes,
+                f"1 to {config.max_stop_bytes} bytes long in UTF-8",
+                unit="bytes",
             )
     return tuple(dict.fromkeys(stop))
 
@@ -139,7 +141,7 @@ def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
 def check_stop_count(count: int, config: ServerConfig, *, field: str) -> None:
     """Refuse more stop strings than a request may have."""
     if count > config.max_stop_count:
-        refuse_value(field, f"{count} strings", f"at most {config.max_stop_count} strings")
+        refuse_value(field, count, f"at most {config.max_stop_count} strings", unit="strings")
 
 
 def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
@@ -152,7 +154,7 @@ def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, .
 def check_stop_token_count(count: int, *, field: str) -> None:
     """Refuse more stop tokens than a request may have."""
     if count > STOP_TOKEN_COUNT_LIMIT:
-        refuse_value(field, f"{count} tokens", f"at most {STOP_TOKEN_COUNT_LIMIT} tokens")
+        refuse_value(field, count, f"at most {STOP_TOKEN_COUNT_LIMIT} tokens", unit="tokens")
 
 
 def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:
@@ -161,7 +163,7 @@ def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> Logprob
         refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
     if len(proto.token_ids) > TOP_LOGPROB_COUNT_LIMIT:
         wanted = f"at most {TOP_LOGPROB_COUNT_LIMIT} tokens"
-        refuse_value("logprobs.token_ids", f"{len(proto.token_ids)} tokens", wanted)
+        refuse_value("logprobs.token_ids", len(proto.token_ids), wanted, unit="tokens")
     check_token_ids(proto.token_ids, info, field="logprobs.token_ids")
     return LogprobsWanted(proto.top_count, of_prompt=proto.prompt, token_ids=tuple(proto.token_ids))
 
@@ -181,7 +183,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
     """
     size_bytes = len(proto.tenant.encode("utf-8"))
     if size_bytes > TENANT_BYTE_LIMIT:
-        refuse_value("cache.tenant", f"{size_bytes} bytes", f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8")
+        refuse_value("cache.tenant", size_bytes, f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8", unit="bytes")
     if caller.tenant is None:
         return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
     if not proto.tenant or proto.tenant == caller.tenant:
@@ -192,7 +194,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
         Reason.TENANT_FORBIDDEN,
         f"cache.tenant is {shown(proto.tenant)}, but the credentials are {caller.tenant!r}'s; leave it empty",
         field="cache.tenant",
-        metadata={"tenant": caller.tenant, "named_tenant": shown(proto.tenant)},
+        metadata={"tenant": caller.tenant, "named_tenant": proto.tenant},
     )
 
 
@@ -204,7 +206,10 @@ def shared_tenant_of(
     size_bytes = len(name.encode("utf-8"))
     if size_bytes > TENANT_BYTE_LIMIT:
         refuse_value(
-            "cache.shared_prefix_name", f"{size_bytes} bytes", f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8"
+            "cache.shared_prefix_name",
+            size_bytes,
+            f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8",
+            unit="bytes",
         )
     if not name:
         return None
@@ -216,7 +221,7 @@ def shared_tenant_of(
                 f"cache.shared_prefix_name is {shown(name)}, which is not shared with {caller.tenant!r}; "
                 "leave it empty, or have an operator share it",
                 field="cache.shared_prefix_name",
-                metadata={"tenant": caller.tenant, "shared_prefix_name": shown(name)},
+                metadata={"tenant": caller.tenant, "shared_prefix_name": name},
             )
     return Tenant(name)
 
@@ -235,7 +240,7 @@ def watch_interval_of(proto: Duration, *, present: bool) -> float:
     interval_s = proto.seconds + proto.nanos / 1e9
     shortest_s, longest_s = WATCH_INTERVAL_RANGE_S
     if not shortest_s <= interval_s <= longest_s:
-        refuse_value("interval", f"{interval_s} s", f"{shortest_s:g} s to {longest_s:g} s")
+        refuse_value("interval", interval_s, f"{shortest_s:g} s to {longest_s:g} s", unit="s")
     return interval_s
 
 

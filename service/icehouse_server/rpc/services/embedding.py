@@ -91,7 +91,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
             )
         limit = self._config.max_embedding_inputs
         if not 1 <= len(request.inputs) <= limit:
-            refuse_value("inputs", f"{len(request.inputs)} inputs", f"1 to {limit} inputs")
+            refuse_value("inputs", len(request.inputs), f"1 to {limit} inputs", unit="inputs")
         if request.pooling not in _POOLINGS:
             refuse_value("pooling", int(request.pooling), "a Pooling of this API version")
         if not 0 <= request.dimensions <= info.embedding_size:

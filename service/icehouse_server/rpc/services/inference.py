@@ -72,10 +72,11 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             caches = [CacheReport()] * prepared.completion_count
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for index, event in events:
-                    total.add(replies.responses(index, event))
-                    answers.keep(total.size_bytes)
-                    if isinstance(event, Finished):
-                        caches[index] = event.usage.cache
+                    for completion in prepared.told_by(index):
+                        total.add(replies.responses(completion, event))
+                        answers.keep(total.size_bytes)
+                        if isinstance(event, Finished):
+                            caches[completion] = event.usage.cache
             return total.response(
                 [cache_report_proto(cache, prepared.notes) for cache in caches],
                 lists_completions=request.completions > 0,
@@ -95,8 +96,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
                 async for index, event in events:
-                    for response in replies.responses(index, event):
-                        await timer.write(context, response)
+                    for completion in prepared.told_by(index):
+                        for response in replies.responses(completion, event):
+                            await timer.write(context, response)
 
     async def Tokenize(
         self, request: messages.TokenizeRequest, context: Context
@@ -203,7 +205,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 if request.HasField("max_reasoning_tokens")
                 else None
             ),
-            completion_count=completions_of(request.completions, sampling, self._config),
+            completion_count=completions_of(request.completions, self._config),
             prompt=prompt if read_images is None else with_sent_images(prompt, read_images),
         )
         return await self._generation.prepare(unread, call=call)

@@ -40,13 +40,26 @@ class Prepared:
     """What its cache reports say beside what the engine tells."""
 
     @property
-    def requests(self) -> tuple[GenerationRequest, ...]:
-        """What the engine is asked, one request a completion."""
+    def completions(self) -> tuple[GenerationRequest, ...]:
+        """A request for each completion."""
         return tuple(self.request.completion(index) for index in range(self.completion_count))
+
+    @property
+    def requests(self) -> tuple[GenerationRequest, ...]:
+        """What the engine is asked: one request a completion, or one for all where they are all alike."""
+        return self.completions[:1] if self._is_greedy else self.completions
+
+    def told_by(self, index: int) -> Sequence[int]:
+        """Return the completions that the events of `requests[index]` are of."""
+        return range(self.completion_count) if self._is_greedy else (index,)
+
+    @property
+    def _is_greedy(self) -> bool:
+        return self.request.sampling.temperature == 0.0
 
     def new_replies(self) -> Replies:
         """Return what turns the events of one run into messages."""
-        return Replies([self._new_reply(request) for request in self.requests])
+        return Replies([self._new_reply(request) for request in self.completions])
 
     def _new_reply(self, request: GenerationRequest) -> Reply:
         info = self.model.info
@@ -56,6 +69,9 @@ class Prepared:
             seed=request.sampling.seed,
             create_time=self.create_time,
             system_fingerprint=info.system_fingerprint(request.adapter),
+            max_output_token_count=min(
+                request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
+            ),
         )
         return Reply(
             facts=facts,

@@ -69,6 +69,7 @@ class ReplySum:
             malformed_tool_calls=first.malformed_tool_calls,
             create_time=self._started.create_time,
             system_fingerprint=self._started.system_fingerprint,
+            max_output_tokens=self._started.max_output_tokens,
         )
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:

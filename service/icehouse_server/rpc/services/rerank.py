@@ -63,7 +63,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         """Refuse what needs no tokenizer to be refused."""
         limit = self._config.max_rerank_documents
         if not 1 <= len(request.documents) <= limit:
-            refuse_value("documents", f"{len(request.documents)} documents", f"1 to {limit} documents")
+            refuse_value("documents", len(request.documents), f"1 to {limit} documents", unit="documents")
         if request.top_count < 0:
             refuse_value("top_count", request.top_count, "1 or more, or absent")
         return form_of(request, model.info)

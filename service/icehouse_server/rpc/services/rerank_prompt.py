@@ -113,7 +113,7 @@ def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_s
     """Return the answers' tokens, given the spelling of each; raises InvalidRequest unless that is one."""
     for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
         if len(spelling) != 1:
-            refuse_value(field, f"{len(spelling)} tokens", "spelled by one token of the model")
+            refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
         if spelling[0] >= vocabulary_size:
             refuse_value(field, f"the token {spelling[0]}", "spelled by one token of the model")
     if positive == negative:
@@ -123,7 +123,7 @@ def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_s
 
 def _check_places(field: str, template: str) -> None:
     if len(template) > _FORM_LENGTH_LIMIT:
-        refuse_value(field, f"{len(template)} characters", f"at most {_FORM_LENGTH_LIMIT} characters")
+        refuse_value(field, len(template), f"at most {_FORM_LENGTH_LIMIT} characters", unit="characters")
     missing = {"query", "document"} - set(_PLACES.findall(template))
     if missing:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))

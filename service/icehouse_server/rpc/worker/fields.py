@@ -55,7 +55,7 @@ def named_as_sent() -> Iterator[None]:
             _renamed(error.message, error.field, name),
             field=name,
             retry_after_s=error.retry_after_s,
-            metadata={key: name if value == error.field else value for key, value in error.metadata.items()},
+            metadata={**error.metadata, **({"field": name} if "field" in error.metadata else {})},
         ) from error
 
 

@@ -147,10 +147,9 @@ def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: S
     if not params.HasField("max_tokens"):
         return min(config.max_output_tokens_limit, info.context_token_limit)
     count: int = params.max_tokens
-    if not 1 <= count <= config.max_output_tokens_limit:
-        wanted = f"1 to {config.max_output_tokens_limit}, or absent"
-        refuse_value("sampling_params.max_tokens", count, wanted)
-    return count
+    if count == 0:
+        refuse_value("sampling_params.max_tokens", count, "1 or more, or absent")
+    return min(count, config.max_output_tokens_limit)
 
 
 def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:

@@ -95,7 +95,7 @@ class RunningRequests:
         InvalidRequest for more than `ABORT_LIMIT` names.
         """
         if len(names) > ABORT_LIMIT:
-            refuse_value("request_ids", f"{len(names)} names", f"at most {ABORT_LIMIT} names")
+            refuse_value("request_ids", len(names), f"at most {ABORT_LIMIT} names", unit="names")
         wanted = set(names) - {""}
         for request, name in self._all.items():
             if name in wanted and not request.is_aborted and _may_command(caller, request):

@@ -135,10 +135,11 @@ class VllmEngineService:
         async with submitted as events:
             async for index, event in events:
                 running.note(event)
-                responses = replies[index].responses(event)
-                answers.keep(sum(reply.kept_bytes for reply in replies))
-                for response in responses:
-                    await timer.write(context, response)
+                for completion in prepared.told_by(index):
+                    responses = replies[completion].responses(event)
+                    answers.keep(sum(reply.kept_bytes for reply in replies))
+                    for response in responses:
+                        await timer.write(context, response)
 
     async def _prepare(
         self, request: messages.GenerateRequest, call: Call, context: Context
@@ -161,7 +162,7 @@ class VllmEngineService:
                 shown=read.logprobs,
                 eos_token_ids=prepared.model.info.eos_token_ids,
             )
-            for index, each in enumerate(prepared.requests)
+            for index, each in enumerate(prepared.completions)
         ]
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,40 @@ def test_a_tokenizer_that_brings_its_own_class_does_not_run(folder: Path, known_
     except ModelError as error:
         assert error.reason is Reason.MODEL_INVALID
     assert not (folder.parent / _RAN).exists()
+
+
+@pytest.mark.parametrize("kind", ["qwen9_next", "no.such", "../llama", "", "base"])
+def test_a_model_type_that_mlx_lm_does_not_know_is_named(folder: Path, kind: Any) -> None:
+    rewrite(folder / "config.json", lambda config: config.update(model_type=kind))
+    with pytest.raises(ModelError) as caught:
+        load(ModelSource(folder, "new"))
+    error = caught.value
+    version = importlib.metadata.version("mlx-lm")
+    assert error.reason is Reason.MODEL_INVALID and "download" not in error.message
+    assert repr(kind) in error.message and f"mlx-lm {version}" in error.message
+    assert error.metadata == {"model_type": str(kind), "mlx_lm_version": version}
+
+
+@pytest.mark.parametrize("kind", [7, None, ["llama"]])
+def test_a_model_type_is_a_text(folder: Path, kind: Any) -> None:
+    rewrite(folder / "config.json", lambda config: config.update(model_type=kind))
+    with pytest.raises(ModelError, match="names no model_type"):
+        load(ModelSource(folder, "odd"))
+
+
+def test_a_tokenizer_that_only_a_new_library_reads_is_told_as_its_models_type(folder: Path) -> None:
+    rewrite(folder / "config.json", lambda config: config.update(model_type="qwen9_next"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(ModelError, match="model_type 'qwen9_next'"):
+        load_tokenizer(ModelSource(folder, "new"))
+
+
+def test_an_incomplete_download_is_said_to_be_one(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelError, match="is the download complete"):
+        load(ModelSource(folder, "half"))
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(folder: Path) -> None:

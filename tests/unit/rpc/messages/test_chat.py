@@ -125,7 +125,6 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
             "chat.messages[0].parts[1].image",
         ),
         ({"messages": [{"role": "user", "parts": [{}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts[0]"),
-        ({"messages": [{"role": "user"}]}, {}, "CHAT_INVALID", "chat.messages[0].content"),
         (
             {"messages": [USER, {**ASSISTANT, "token_ids": [5, 300]}]},
             {},

@@ -49,6 +49,28 @@ async def test_each_is_a_request_of_its_own_with_the_next_seed(served: RunningSe
     assert [w.of_prompt for w in wanted] == [True, False, False], "the prompt is measured once"
 
 
+@pytest.mark.parametrize("temperature", [0.0, -0.0])
+async def test_greedy_outputs_are_computed_once_and_told_each(
+    served: RunningServer, temperature: float
+) -> None:
+    served.engine.script = numbered
+    logprobs = logprobs_pb2.LogprobsOptions(prompt=True)
+    greedy = asked(3, sampling=sampling_pb2.SamplingParams(temperature=temperature), logprobs=logprobs)
+    response = await served.inference.Generate(greedy)
+    assert [r.request_id for r in served.engine.submitted] == ["r"]
+    assert [(c.index, c.text) for c in response.completions] == [(i, f"{SEED}!") for i in range(3)]
+    assert all(c.usage == response.usage and c.cache == response.cache for c in response.completions)
+    assert [entry.token_id for entry in response.prompt_logprobs] == [9]
+    told = [each async for each in served.inference.Stream(greedy)]
+    kinds = [each.WhichOneof("event") for each in told]
+    assert [kinds.count(kind) for kind in ("started", "prefill_progress", "finished")] == [1, 1, 3]
+    texts = dict.fromkeys(range(3), "")
+    for each in told:
+        if each.HasField("delta"):
+            texts[each.delta.completion_index] += each.delta.text
+    assert texts == dict.fromkeys(range(3), f"{SEED}!")
+
+
 async def test_seeds_go_round(served: RunningServer) -> None:
     sampling = sampling_pb2.SamplingParams(temperature=1.0, seed=2**64 - 1)
     response = await served.inference.Generate(asked(2, sampling=sampling))

@@ -67,7 +67,7 @@ async def test_who_may_not_is_refused(tmp_path: Path, caller: str, name: str) ->
             refusal = await refused(call)
             assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
             assert refusal.reason == "SHARED_PREFIX_FORBIDDEN"
-            assert refusal.info.metadata["shared_prefix_name"] == repr(name)
+            assert refusal.info.metadata["shared_prefix_name"] == name
         assert not served.engine.submitted
 
 

@@ -111,13 +111,19 @@ async def test_the_engine_is_asked_what_the_api_would_ask(served: RunningServer)
     assert params.min_output_token_count == 1
 
 
+async def test_more_tokens_than_may_be_are_as_many_as_may_be(served: RunningServer) -> None:
+    await ended(served.worker.Generate(asking(max_tokens=2**32 - 1)))
+    assert served.engine.submitted[0].max_output_tokens == 32_768
+
+
 async def test_text_is_tokenized_here(served: RunningServer) -> None:
     await ended(served.worker.Generate(messages.GenerateRequest(text="Hi")))
     assert served.engine.submitted[0].prompt_token_ids == tuple(b"Hi")
 
 
-async def test_each_of_several_outputs_has_its_index(served: RunningServer) -> None:
-    told = await answers(served.worker.Generate(asking(n=2, temperature=1.0)))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_each_of_several_outputs_has_its_index(served: RunningServer, temperature: float) -> None:
+    told = await answers(served.worker.Generate(asking(n=2, temperature=temperature)))
     by_index = {index: [t for t in told if t.index == index] for index in (0, 1)}
     assert [len(each) for each in by_index.values()] == [3, 3]
     assert [each[-1].finish_reason for each in by_index.values()] == ["length", "length"]
@@ -308,7 +314,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "sampling_params.min_tokens": ({"min_tokens": 3}, "PARAMETER_OUT_OF_RANGE"),
     "sampling_params.logprobs": ({"logprobs": -1}, "PARAMETER_OUT_OF_RANGE"),
     "sampling_params.stop[0]": ({"stop": [""]}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.n": ({"n": 2}, "PARAMETER_OUT_OF_RANGE"),
+    "sampling_params.n": ({"n": 17}, "PARAMETER_OUT_OF_RANGE"),
     "sampling_params.logit_bias[-1]": ({"logit_bias": {-1: 1.0}}, "TOKEN_OUT_OF_RANGE"),
     "sampling_params.choice.choices": ({"choice": {}}, "RESPONSE_FORMAT_INVALID"),
     "sampling_params.regex": ({"regex": "wrong"}, "RESPONSE_FORMAT_INVALID"),

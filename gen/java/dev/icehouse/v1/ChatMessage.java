@@ -106,7 +106,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object content_ = "";
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -127,7 +127,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -1223,7 +1223,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object content_ = "";
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn, which may be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1243,7 +1243,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn, which may be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1264,7 +1264,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn, which may be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1281,7 +1281,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn, which may be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1295,7 +1295,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn, which may be empty.
      * </pre>
      *
      * <code>string content = 2;</code>

@@ -32,7 +32,7 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -41,7 +41,7 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getContent();
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn, which may be empty.
    * </pre>
    *
    * <code>string content = 2;</code>

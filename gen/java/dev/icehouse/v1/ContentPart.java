@@ -152,9 +152,11 @@ private static final long serialVersionUID = 0L;
   public static final int IMAGE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-   * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-   * `server.max_images`.
+   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+   * more of them than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -166,9 +168,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-   * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-   * `server.max_images`.
+   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+   * more of them than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -183,9 +187,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-   * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-   * `server.max_images`.
+   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+   * more of them than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -721,9 +727,11 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ImagePart, dev.icehouse.v1.ImagePart.Builder, dev.icehouse.v1.ImagePartOrBuilder> imageBuilder_;
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -735,9 +743,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -759,9 +769,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -781,9 +793,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -801,9 +815,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -830,9 +846,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -855,9 +873,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -867,9 +887,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -887,9 +909,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" (CHAT_INVALID). Refused with IMAGES_UNSUPPORTED where the model reads text
-     * alone, which `ModelInfo.reads_images` tells, and with IMAGE_INVALID when the request has more of them than
-     * `server.max_images`.
+     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
+     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
+     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
+     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
+     * more of them than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>

@@ -175,8 +175,9 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Most tokens to generate, from 1 to the server's limit (32768 by default; beyond it
-   * PARAMETER_OUT_OF_RANGE). Absent or 0: the server's default (256 by default).
+   * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
+   * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
+   * tells. Absent or 0: the server's default (256 by default).
    * </pre>
    *
    * <code>int32 max_output_tokens = 6;</code>
@@ -437,12 +438,12 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Outputs of the one prompt, from 1 to the server's limit (16 by default). Each is what a request of
-   * its own would give with the seed `seed` + its index; more than one therefore needs a `temperature`
-   * above 0 (PARAMETER_OUT_OF_RANGE). They are let in together or refused together, take a place in the
-   * queue and a slot each, and the first to fail ends them all. The prompt is computed once, and the
-   * others start from its blocks, if `cache` allows to write and to read. Absent or 0: 1, told by the
-   * fields of GenerateResponse alone.
+   * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
+   * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
+   * They are let in together or refused together, take a place in the queue and a slot each, and the first
+   * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+   * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
+   * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
    * </pre>
    *
    * <code>int32 completions = 15;</code>
@@ -567,8 +568,8 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Most tokens of reasoning, from 0 to the server's limit of `max_output_tokens` (PARAMETER_OUT_OF_RANGE);
-   * 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
+   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
+   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
    * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
    * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
    * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
@@ -582,8 +583,8 @@ public interface GenerateRequestOrBuilder extends
   boolean hasMaxReasoningTokens();
   /**
    * <pre>
-   * Most tokens of reasoning, from 0 to the server's limit of `max_output_tokens` (PARAMETER_OUT_OF_RANGE);
-   * 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
+   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
+   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
    * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
    * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
    * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it

@@ -836,6 +836,22 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 18;
+  private int maxOutputTokens_ = 0;
+  /**
+   * <pre>
+   * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+   * the server's limit or the model's context is less.
+   * </pre>
+   *
+   * <code>int32 max_output_tokens = 18;</code>
+   * @return The maxOutputTokens.
+   */
+  @java.lang.Override
+  public int getMaxOutputTokens() {
+    return maxOutputTokens_;
+  }
+
   public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 30;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
@@ -967,6 +983,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 17, systemFingerprint_);
     }
+    if (maxOutputTokens_ != 0) {
+      output.writeInt32(18, maxOutputTokens_);
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       output.writeMessage(30, malformedToolCalls_.get(i));
     }
@@ -1051,6 +1070,10 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, systemFingerprint_);
     }
+    if (maxOutputTokens_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(18, maxOutputTokens_);
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(30, malformedToolCalls_.get(i));
@@ -1118,6 +1141,8 @@ private static final long serialVersionUID = 0L;
     }
     if (!getSystemFingerprint()
         .equals(other.getSystemFingerprint())) return false;
+    if (getMaxOutputTokens()
+        != other.getMaxOutputTokens()) return false;
     if (!getMalformedToolCallsList()
         .equals(other.getMalformedToolCallsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
@@ -1186,6 +1211,8 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + SYSTEM_FINGERPRINT_FIELD_NUMBER;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
+    hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
+    hash = (53 * hash) + getMaxOutputTokens();
     if (getMalformedToolCallsCount() > 0) {
       hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
       hash = (53 * hash) + getMalformedToolCallsList().hashCode();
@@ -1391,13 +1418,14 @@ private static final long serialVersionUID = 0L;
         createTimeBuilder_ = null;
       }
       systemFingerprint_ = "";
+      maxOutputTokens_ = 0;
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
       } else {
         malformedToolCalls_ = null;
         malformedToolCallsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00020000);
+      bitField0_ = (bitField0_ & ~0x00040000);
       return this;
     }
 
@@ -1468,9 +1496,9 @@ private static final long serialVersionUID = 0L;
         result.completions_ = completionsBuilder_.build();
       }
       if (malformedToolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00020000) != 0)) {
+        if (((bitField0_ & 0x00040000) != 0)) {
           malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
-          bitField0_ = (bitField0_ & ~0x00020000);
+          bitField0_ = (bitField0_ & ~0x00040000);
         }
         result.malformedToolCalls_ = malformedToolCalls_;
       } else {
@@ -1531,6 +1559,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00010000) != 0)) {
         result.systemFingerprint_ = systemFingerprint_;
+      }
+      if (((from_bitField0_ & 0x00020000) != 0)) {
+        result.maxOutputTokens_ = maxOutputTokens_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1742,11 +1773,14 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00010000;
         onChanged();
       }
+      if (other.getMaxOutputTokens() != 0) {
+        setMaxOutputTokens(other.getMaxOutputTokens());
+      }
       if (malformedToolCallsBuilder_ == null) {
         if (!other.malformedToolCalls_.isEmpty()) {
           if (malformedToolCalls_.isEmpty()) {
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00020000);
+            bitField0_ = (bitField0_ & ~0x00040000);
           } else {
             ensureMalformedToolCallsIsMutable();
             malformedToolCalls_.addAll(other.malformedToolCalls_);
@@ -1759,7 +1793,7 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.dispose();
             malformedToolCallsBuilder_ = null;
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00020000);
+            bitField0_ = (bitField0_ & ~0x00040000);
             malformedToolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getMalformedToolCallsFieldBuilder() : null;
@@ -1928,6 +1962,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00010000;
               break;
             } // case 138
+            case 144: {
+              maxOutputTokens_ = input.readInt32();
+              bitField0_ |= 0x00020000;
+              break;
+            } // case 144
             case 242: {
               dev.icehouse.v1.MalformedToolCall m =
                   input.readMessage(
@@ -4572,12 +4611,59 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private int maxOutputTokens_ ;
+    /**
+     * <pre>
+     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 18;</code>
+     * @return The maxOutputTokens.
+     */
+    @java.lang.Override
+    public int getMaxOutputTokens() {
+      return maxOutputTokens_;
+    }
+    /**
+     * <pre>
+     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 18;</code>
+     * @param value The maxOutputTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setMaxOutputTokens(int value) {
+
+      maxOutputTokens_ = value;
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 18;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearMaxOutputTokens() {
+      bitField0_ = (bitField0_ & ~0x00020000);
+      maxOutputTokens_ = 0;
+      onChanged();
+      return this;
+    }
+
     private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_ =
       java.util.Collections.emptyList();
     private void ensureMalformedToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00020000) != 0)) {
+      if (!((bitField0_ & 0x00040000) != 0)) {
         malformedToolCalls_ = new java.util.ArrayList<dev.icehouse.v1.MalformedToolCall>(malformedToolCalls_);
-        bitField0_ |= 0x00020000;
+        bitField0_ |= 0x00040000;
        }
     }
 
@@ -4771,7 +4857,7 @@ private static final long serialVersionUID = 0L;
     public Builder clearMalformedToolCalls() {
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00020000);
+        bitField0_ = (bitField0_ & ~0x00040000);
         onChanged();
       } else {
         malformedToolCallsBuilder_.clear();
@@ -4876,7 +4962,7 @@ private static final long serialVersionUID = 0L;
         malformedToolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
                 malformedToolCalls_,
-                ((bitField0_ & 0x00020000) != 0),
+                ((bitField0_ & 0x00040000) != 0),
                 getParentForChildren(),
                 isClean());
         malformedToolCalls_ = null;

@@ -490,6 +490,17 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
+   * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+   * the server's limit or the model's context is less.
+   * </pre>
+   *
+   * <code>int32 max_output_tokens = 18;</code>
+   * @return The maxOutputTokens.
+   */
+  int getMaxOutputTokens();
+
+  /**
+   * <pre>
    * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
    * </pre>
    *

@@ -91,8 +91,9 @@ private static final long serialVersionUID = 0L;
   public static final int DATA_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-   * (IMAGE_INVALID, before anything is decoded).
+   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
    * <code>bytes data = 1;</code>
@@ -104,8 +105,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-   * (IMAGE_INVALID, before anything is decoded).
+   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
    * <code>bytes data = 1;</code>
@@ -206,8 +208,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object mediaType_ = "";
   /**
    * <pre>
-   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+   * error where they are no image. Absent: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -228,8 +230,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+   * error where they are no image. Absent: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -720,8 +722,9 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-     * (IMAGE_INVALID, before anything is decoded).
+     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
      * <code>bytes data = 1;</code>
@@ -732,8 +735,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-     * (IMAGE_INVALID, before anything is decoded).
+     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
      * <code>bytes data = 1;</code>
@@ -747,8 +751,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-     * (IMAGE_INVALID, before anything is decoded).
+     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
      * <code>bytes data = 1;</code>
@@ -764,8 +769,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-     * (IMAGE_INVALID, before anything is decoded).
+     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
      * <code>bytes data = 1;</code>
@@ -936,8 +942,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object mediaType_ = "";
     /**
      * <pre>
-     * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-     * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+     * error where they are no image. Absent: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -957,8 +963,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-     * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+     * error where they are no image. Absent: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -979,8 +985,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-     * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+     * error where they are no image. Absent: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -997,8 +1003,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-     * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+     * error where they are no image. Absent: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -1012,8 +1018,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-     * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+     * error where they are no image. Absent: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>

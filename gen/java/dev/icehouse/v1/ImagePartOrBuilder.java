@@ -10,8 +10,9 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-   * (IMAGE_INVALID, before anything is decoded).
+   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
    * <code>bytes data = 1;</code>
@@ -20,8 +21,9 @@ public interface ImagePartOrBuilder extends
   boolean hasData();
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it and `server.max_image_pixels` pixels
-   * (IMAGE_INVALID, before anything is decoded).
+   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
+   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
    * <code>bytes data = 1;</code>
@@ -78,8 +80,8 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+   * error where they are no image. Absent: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -88,8 +90,8 @@ public interface ImagePartOrBuilder extends
   java.lang.String getMediaType();
   /**
    * <pre>
-   * "image/png", "image/jpeg", "image/webp" or "image/gif"; another one, or one that the file is not, is
-   * refused with IMAGE_INVALID. Absent: that of the data URI, or what the file says it is.
+   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
+   * error where they are no image. Absent: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>

@@ -62,7 +62,7 @@ private static final long serialVersionUID = 0L;
   private int maxOutputTokens_ = 0;
   /**
    * <pre>
-   * `max_output_tokens` of a request.
+   * `max_output_tokens` of a request; more is taken as so many.
    * </pre>
    *
    * <code>int32 max_output_tokens = 2;</code>
@@ -815,7 +815,7 @@ private static final long serialVersionUID = 0L;
     private int maxOutputTokens_ ;
     /**
      * <pre>
-     * `max_output_tokens` of a request.
+     * `max_output_tokens` of a request; more is taken as so many.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>
@@ -827,7 +827,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `max_output_tokens` of a request.
+     * `max_output_tokens` of a request; more is taken as so many.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>
@@ -843,7 +843,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `max_output_tokens` of a request.
+     * `max_output_tokens` of a request; more is taken as so many.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>

@@ -20,7 +20,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * `max_output_tokens` of a request.
+   * `max_output_tokens` of a request; more is taken as so many.
    * </pre>
    *
    * <code>int32 max_output_tokens = 2;</code>

@@ -332,6 +332,21 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 9;
+  private int maxOutputTokens_ = 0;
+  /**
+   * <pre>
+   * As `max_output_tokens` of GenerateResponse.
+   * </pre>
+   *
+   * <code>int32 max_output_tokens = 9;</code>
+   * @return The maxOutputTokens.
+   */
+  @java.lang.Override
+  public int getMaxOutputTokens() {
+    return maxOutputTokens_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -370,6 +385,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 8, systemFingerprint_);
     }
+    if (maxOutputTokens_ != 0) {
+      output.writeInt32(9, maxOutputTokens_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -407,6 +425,10 @@ private static final long serialVersionUID = 0L;
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(8, systemFingerprint_);
+    }
+    if (maxOutputTokens_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(9, maxOutputTokens_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -448,6 +470,8 @@ private static final long serialVersionUID = 0L;
     }
     if (!getSystemFingerprint()
         .equals(other.getSystemFingerprint())) return false;
+    if (getMaxOutputTokens()
+        != other.getMaxOutputTokens()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -482,6 +506,8 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + SYSTEM_FINGERPRINT_FIELD_NUMBER;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
+    hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
+    hash = (53 * hash) + getMaxOutputTokens();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -645,6 +671,7 @@ private static final long serialVersionUID = 0L;
         createTimeBuilder_ = null;
       }
       systemFingerprint_ = "";
+      maxOutputTokens_ = 0;
       return this;
     }
 
@@ -711,6 +738,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000080) != 0)) {
         result.systemFingerprint_ = systemFingerprint_;
+      }
+      if (((from_bitField0_ & 0x00000100) != 0)) {
+        result.maxOutputTokens_ = maxOutputTokens_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -789,6 +819,9 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000080;
         onChanged();
       }
+      if (other.getMaxOutputTokens() != 0) {
+        setMaxOutputTokens(other.getMaxOutputTokens());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -861,6 +894,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000080;
               break;
             } // case 66
+            case 72: {
+              maxOutputTokens_ = input.readInt32();
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 72
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1709,6 +1747,50 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       systemFingerprint_ = value;
       bitField0_ |= 0x00000080;
+      onChanged();
+      return this;
+    }
+
+    private int maxOutputTokens_ ;
+    /**
+     * <pre>
+     * As `max_output_tokens` of GenerateResponse.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 9;</code>
+     * @return The maxOutputTokens.
+     */
+    @java.lang.Override
+    public int getMaxOutputTokens() {
+      return maxOutputTokens_;
+    }
+    /**
+     * <pre>
+     * As `max_output_tokens` of GenerateResponse.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 9;</code>
+     * @param value The maxOutputTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setMaxOutputTokens(int value) {
+
+      maxOutputTokens_ = value;
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `max_output_tokens` of GenerateResponse.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 9;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearMaxOutputTokens() {
+      bitField0_ = (bitField0_ & ~0x00000100);
+      maxOutputTokens_ = 0;
       onChanged();
       return this;
     }

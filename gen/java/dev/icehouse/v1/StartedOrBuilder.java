@@ -168,4 +168,14 @@ public interface StartedOrBuilder extends
    */
   com.google.protobuf.ByteString
       getSystemFingerprintBytes();
+
+  /**
+   * <pre>
+   * As `max_output_tokens` of GenerateResponse.
+   * </pre>
+   *
+   * <code>int32 max_output_tokens = 9;</code>
+   * @return The maxOutputTokens.
+   */
+  int getMaxOutputTokens();
 }

@@ -331,6 +331,9 @@ public final class IcehouseClient implements AutoCloseable {
               // A prompt's tokens or a long output may pass gRPC's 4 MB.
               .maxInboundMessageSize(Integer.MAX_VALUE)
               .intercept(interceptors);
+      if (LocalTarget.isLocal(address)) {
+        channel.proxyDetector(server -> null);
+      }
       serverName.ifPresent(channel::overrideAuthority);
       var defaults = new CallDefaults(timeout, orderTimeout, token, new RetryPolicy(retryLimit));
       ManagedChannel connection = channel.build();

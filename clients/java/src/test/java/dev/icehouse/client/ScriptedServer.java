@@ -115,8 +115,12 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
             .start();
   }
 
+  int port() {
+    return server.getPort();
+  }
+
   IcehouseClient.Builder client() {
-    return IcehouseClient.to("127.0.0.1:" + server.getPort());
+    return IcehouseClient.to("127.0.0.1:" + port());
   }
 
   @Override
