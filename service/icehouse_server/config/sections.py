@@ -122,9 +122,10 @@ class ServerConfig:
     image_memory_bytes: int = setting(
         1024 * MIB,
         Kind.BYTES,
-        "Memory of the images of all requests: 8 bytes a pixel (WebP: 20) while one is decoded and 4 for each "
-        "that is kept, then what is made of them for the model, as long as the request waits or runs; more are refused with "
-        "RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at most half.",
+        "Memory of the images of all requests: 8 bytes a pixel (WebP: 20) while one is decoded and 4 for "
+        "each that is kept, then what is made of them for the model, as long as the request waits or runs; "
+        "more are refused with RESOURCE_EXHAUSTED. One tenant, or connection without credentials, gets at "
+        "most half.",
         minimum=MIB,
     )
     image_folders: str | None = setting(

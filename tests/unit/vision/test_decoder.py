@@ -67,7 +67,7 @@ def test_an_image_that_no_request_is_given_memory_to_decode_is_refused() -> None
     assert decoding_bytes(source, dataclasses.replace(limits, prepared_bytes=50 * 30 * 12))
 
 
-@pytest.mark.parametrize("data", [b"", b"GIF89a", png(101, 100), encoded(Image.new("RGB", (500, 500)))])
+@pytest.mark.parametrize("data", [b"", b"GIF89a", png(401, 100), encoded(Image.new("RGB", (500, 500)))])
 def test_what_is_not_decoded_takes_nothing(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decoding_bytes(ImageSource(data, "", FIELD), LIMITS)
