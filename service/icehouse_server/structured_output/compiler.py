@@ -36,6 +36,7 @@ from icehouse_server.structured_output.error_location import (
     schema_mistake,
 )
 from icehouse_server.structured_output.matcher import CompiledGrammar
+from icehouse_server.structured_output.schema.references import UnusableSchema
 from icehouse_server.structured_output.source import grammar_source
 from icehouse_server.structured_output.trial import Trial, TrialSetup
 
@@ -174,12 +175,7 @@ class GrammarCompiler:
             for index, tag in enumerate(form.tags):
                 # A whole of many parts could not tell which of them is wrong.
                 self._compile_tag(tag.schema, field=tag.field or f"{field}[{index}]")
-        try:
-            source = grammar_source(form, pieces=self._pieces)
-        except ValueError as error:
-            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
-            raise _invalid(Mistake(str(error), ""), field=field) from error
-        matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(vocabulary, self._source(form, field=field), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _invalid(self._mistake(form, matcher.get_error()), field=field)
         _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
@@ -188,9 +184,19 @@ class GrammarCompiler:
     def _compile_tag(self, schema: str, *, field: str) -> None:
         parsed = _read_schema(schema, field=field)
         check_multiples(parsed, field=field)
-        message = self._complaint(parsed)
+        source = self._source(JsonSchema(schema), field=field)
+        message = LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
         if message:
             raise _invalid(schema_mistake(parsed, message, complain=self._complaint), field=field)
+
+    def _source(self, form: ResponseFormat, *, field: str) -> str:
+        try:
+            return grammar_source(form, pieces=self._pieces)
+        except UnusableSchema as error:
+            raise _invalid(Mistake(error.detail, error.place), field=field) from error
+        except ValueError as error:
+            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+            raise _invalid(Mistake(str(error), ""), field=field) from error
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):

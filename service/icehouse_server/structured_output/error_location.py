@@ -6,14 +6,18 @@ place is found by asking about ever smaller parts of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
+
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_DEFINITION = "\n  while processing "
 _REGEX_INDENT = 4
 """Spaces that regex-syntax puts before the pattern it shows."""
 _DETAIL_LENGTH_LIMIT = 240
@@ -74,6 +78,7 @@ def regex_mistake(message: str) -> Mistake:
 def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
     """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole."""
     shared = _definitions(schema)
+    message = _without_definition(message)
     pointer, part, probe_count = "", schema, 0
     seen: set[str] = set()
     while pointer not in seen:
@@ -83,20 +88,23 @@ def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str])
             if probe_count > _PROBE_LIMIT:
                 break
             probe = {**shared, **child} if isinstance(child, Mapping) else child
-            if complain(probe) == message:
+            if _without_definition(complain(probe)) == message:
                 pointer, part = child_pointer, child
                 break
     return Mistake(_one_line(message), pointer or "/")
 
 
+def _without_definition(message: str) -> str:
+    """Return a message without the definition that llguidance was at, which is named by the server."""
+    return message.partition(_DEFINITION)[0]
+
+
 def _parts(root: Any, part: Any, pointer: str) -> Iterator[tuple[str, Any]]:
     """Yield what a part is made of: its own subschemas, then what it refers to."""
     yield from ((pointer + step, child) for step, child in _children(part))
-    reference = part.get("$ref") if isinstance(part, Mapping) else None
-    for key in ("$defs", "definitions"):
-        name = str(reference).removeprefix(f"#/{key}/")
-        if name != reference and isinstance(root, Mapping) and name in root.get(key, {}):
-            yield f"/{key}/{name}", root[key][name]
+    if isinstance(part, Mapping) and "$ref" in part:
+        with contextlib.suppress(UnusableSchema):
+            yield References(root).target(part["$ref"], pointer)
 
 
 def _definitions(schema: Any) -> dict[str, Any]:
@@ -110,18 +118,13 @@ def _children(schema: Any) -> Iterator[tuple[str, Any]]:
         return
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
-            yield from ((f"/{key}/{_escaped(name)}", child) for name, child in schema[key].items())
+            yield from ((f"/{key}/{escaped(name)}", child) for name, child in schema[key].items())
     for key in _LISTS:
         if isinstance(schema.get(key), list):
             yield from ((f"/{key}/{index}", child) for index, child in enumerate(schema[key]))
     for key in _SINGLES:
         if isinstance(schema.get(key), Mapping | bool):
             yield f"/{key}", schema[key]
-
-
-def _escaped(name: str) -> str:
-    """Write a name as RFC 6901 wants it in a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _one_line(message: str) -> str:

@@ -213,15 +213,24 @@ MISTAKES = [
     (JsonSchema("[" * 5000), "", "nested too deeply"),
     (JsonSchema('{"type":"strin"}'), "/", "strin"),
     (JsonSchema('{"properties":{"a/b":{"items":{"type":"strin"}}}}'), "/properties/a~1b/items", "strin"),
-    (JsonSchema('{"anyOf":[{"type":"null"},{"uniqueItems":true}]}'), "/anyOf/1", "uniqueItems"),
+    (JsonSchema('{"anyOf":[{"type":"null"},{"contains":{"type":"null"}}]}'), "/anyOf/1/contains", "contains"),
     (
-        JsonSchema('{"$ref":"#/$defs/t","$defs":{"t":{"items":{"$ref":"#/$defs/u"}},"u":{"format":"x"}}}'),
+        JsonSchema('{"$ref":"#/$defs/t","$defs":{"t":{"items":{"$ref":"#/$defs/u"}},"u":{"pattern":"("}}}'),
         "/$defs/u",
-        "format",
+        "unclosed group",
     ),
-    (JsonSchema('{"properties":{"a":{"$ref":"#/$defs/none"}}}'), "/properties/a", "none"),
-    (JsonSchema('{"$ref":"https://x.example/y"}'), "/", "x.example"),
-    (JsonSchema('{"x-guidance":{"lenient":true},"not":{}}'), "/", "not"),
+    (JsonSchema('{"properties":{"a":{"$ref":"#/$defs/none"}}}'), "/properties/a/$ref", "none"),
+    (
+        JsonSchema('{"properties":{"a b":{"$ref":"#/$defs/c%20d"}},"$defs":{"c d":{"type":"x"}}}'),
+        "/$defs/c d",
+        "x",
+    ),
+    (JsonSchema('{"$ref":"https://x.example/y"}'), "/$ref", "x.example"),
+    (JsonSchema('{"x-guidance":{"lenient":true},"not":{"type":"null"}}'), "/not", "cannot be kept to"),
+    (JsonSchema('{"not":{}}'), "/", "Unsatisfiable"),
+    (JsonSchema('{"const":1e999}'), "", "Out of range"),
+    (JsonSchema('{"const":"\\ud800"}'), "/", "hex escape"),
+    (JsonSchema('{"items":' * 200 + "true" + "}" * 200), "/items" * 129, "nested more than 128 deep"),
     (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/", "use anyOf"),
     (JsonSchema('{"type":"string","pattern":"("}'), "/", "unclosed group"),
     (JsonSchema("false"), "/", "Unsatisfiable"),
@@ -236,6 +245,7 @@ MISTAKES = [
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
+    (TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))), "/items/not", "cannot be kept"),
 ]
 
 
