@@ -49,6 +49,8 @@ _LEAST_STACK_BYTES = 16 << 20
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 """A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
 
+_TOO_DEEP = "it is nested too deeply"
+
 _FIELDS: dict[type[ResponseFormat], str] = {
     JsonSchema: "response_format.json_schema",
     JsonObject: "response_format.json_object",
@@ -197,6 +199,8 @@ class GrammarCompiler:
         except ValueError as error:
             # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
             raise _invalid(Mistake(str(error), ""), field=field) from error
+        except RecursionError as error:
+            raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):
@@ -207,7 +211,7 @@ class GrammarCompiler:
         """Return what is wrong with a schema, "" when nothing is."""
         try:
             source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return str(error)
         return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
 
@@ -255,7 +259,7 @@ def _read_schema(schema: str, *, field: str) -> Any:
         place = f"line {error.lineno}, column {error.colno}"
         raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
     except RecursionError as error:
-        raise _invalid(Mistake("it is nested too deeply", ""), field=field) from error
+        raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
     except ValueError as error:
         # A number of more digits than Python reads.
         raise _invalid(Mistake("a number in it has too many digits", ""), field=field) from error

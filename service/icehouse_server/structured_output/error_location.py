@@ -6,8 +6,10 @@ place is found by asking about ever smaller parts of it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,23 +23,14 @@ _DEFINITION = "\n  while processing "
 _REGEX_INDENT = 4
 """Spaces that regex-syntax puts before the pattern it shows."""
 _DETAIL_LENGTH_LIMIT = 240
-_PROBE_LIMIT = 500
-"""Most parts of a schema to ask about; each takes some 0.1 ms."""
+_PROBE_BYTES = 1 << 20
+"""How much text of parts of a schema to ask about; 1 MiB takes 2 s."""
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SHARED = frozenset({"$ref", "$defs", "definitions"})
+"""What a part has in common with others."""
+_MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLES = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "contains",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-)
+_SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _WORDING = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "use anyOf, or alternatives of which "
     "no two can match the same value"
@@ -76,22 +69,31 @@ def regex_mistake(message: str) -> Mistake:
 
 
 def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
-    """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole."""
-    shared = _definitions(schema)
+    """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole.
+
+    Parts are asked about without what they refer to; a mistake that no part has by itself is the whole's.
+    """
     message = _without_definition(message)
-    pointer, part, probe_count = "", schema, 0
-    seen: set[str] = set()
-    while pointer not in seen:
-        seen.add(pointer)
-        for child_pointer, child in _parts(schema, part, pointer):
-            probe_count += 1
-            if probe_count > _PROBE_LIMIT:
-                break
-            probe = {**shared, **child} if isinstance(child, Mapping) else child
-            if _without_definition(complain(probe)) == message:
-                pointer, part = child_pointer, child
-                break
-    return Mistake(_one_line(message), pointer or "/")
+    byte_count = 0
+
+    def has_it(part: Any) -> bool:
+        nonlocal byte_count
+        if byte_count > _PROBE_BYTES:
+            return False
+        try:
+            probe = _without_references(part)
+            byte_count += len(json.dumps(probe))
+        except RecursionError:
+            return False  # data nested deeper than Python's stack
+        return _without_definition(complain(probe)) == message
+
+    found = next((whole for whole in _wholes(schema) if has_it(whole[1])), None)
+    place = ""
+    while found is not None:
+        place, part = found
+        children = ((place + step, child) for step, child in _children(part))
+        found = next((child for child in children if has_it(child[1])), None)
+    return Mistake(_one_line(message), place or "/")
 
 
 def _without_definition(message: str) -> str:
@@ -99,18 +101,37 @@ def _without_definition(message: str) -> str:
     return message.partition(_DEFINITION)[0]
 
 
-def _parts(root: Any, part: Any, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a part is made of: its own subschemas, then what it refers to."""
-    yield from ((pointer + step, child) for step, child in _children(part))
-    if isinstance(part, Mapping) and "$ref" in part:
-        with contextlib.suppress(UnusableSchema):
-            yield References(root).target(part["$ref"], pointer)
+def _wholes(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a schema and what it refers to, with their places."""
+    references = References(schema)
+    remaining, seen = collections.deque([("", schema)]), {""}
+    while remaining:
+        place, whole = remaining.popleft()
+        yield place, whole
+        for reference in _references(whole):
+            with contextlib.suppress(UnusableSchema):
+                target = references.target(reference, place)
+                if target[0] not in seen:
+                    seen.add(target[0])
+                    remaining.append(target)
 
 
-def _definitions(schema: Any) -> dict[str, Any]:
+def _references(schema: Any) -> Iterator[str]:
+    remaining = [schema]
+    while remaining:
+        part = remaining.pop()
+        if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        remaining += [child for _, child in _children(part)]
+
+
+def _without_references(schema: Any) -> Any:
+    """Return a schema as if all that it refers to were allowed."""
+    if isinstance(schema, list):
+        return [_without_references(each) for each in schema]
     if not isinstance(schema, Mapping):
-        return {}
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return schema
+    return {key: _without_references(value) for key, value in schema.items() if key not in _SHARED}
 
 
 def _children(schema: Any) -> Iterator[tuple[str, Any]]:

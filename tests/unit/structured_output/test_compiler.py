@@ -207,6 +207,17 @@ def test_a_sentencepiece_vocabulary_spells_bytes() -> None:
     assert built.decode(drawn) == "the 🧊"
 
 
+CHAIN = JsonSchema(
+    json.dumps(
+        {
+            "properties": {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(300)},
+            "$defs": {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(299)}
+            | {"d299": {"items": {"pattern": "("}}},
+        }
+    )
+)
+"""A mistake that is far from the beginning."""
+NAMES = JsonSchema('{"propertyNames":{"$ref":"#/$defs/n"},"$defs":{"n":{"anyOf":[{"$ref":"#/$defs/n"}]}}}')
 MISTAKES = [
     (JsonSchema('{"type":'), "line 1, column 9", "not JSON"),
     (JsonSchema("[1]"), "/", "an object, true or false"),
@@ -234,6 +245,14 @@ MISTAKES = [
     (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/", "use anyOf"),
     (JsonSchema('{"type":"string","pattern":"("}'), "/", "unclosed group"),
     (JsonSchema("false"), "/", "Unsatisfiable"),
+    (JsonSchema('{"enum":' + "[" * 900 + "]" * 900 + "}"), "/", "recursion limit"),
+    (CHAIN, "/$defs/d299/items", "unclosed group"),
+    (
+        JsonSchema('{"allOf":[{"type":"null"},{"$ref":"#/$defs/n"}],"$defs":{"n":{"enum":[2]}}}'),
+        "/",
+        "Unsatisf",
+    ),
+    (NAMES, "/$defs/n", "within each other"),
     (Regex("a(b"), "column 2", "unclosed group"),
     (Regex("a(?=b)"), "column 2", "look-around"),
     (Regex("[^\\s\\S]"), "", "no text can match"),

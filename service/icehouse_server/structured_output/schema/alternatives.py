@@ -10,8 +10,8 @@ from typing import Any
 
 from icehouse_server.structured_output.schema.references import References
 
-_STEP_LIMIT = 100_000
-"""Most comparisons; beyond, alternatives count as overlapping."""
+_STEP_LIMIT = 20_000
+"""Most comparisons, which is a second; beyond, alternatives count as overlapping."""
 _DEPTH_LIMIT = 8
 _ANNOTATIONS = frozenset({"$ref", "allOf", "title", "description", "default"})
 _NAMING = frozenset({"patternProperties", "propertyNames", "unevaluatedProperties", "anyOf", "oneOf"})
@@ -44,7 +44,27 @@ class Alternatives:
 
     def exclude_each_other(self, parts: list[Part]) -> bool:
         """Return whether what a grammar makes of one of them is never valid for another."""
+        if self._have_tags(parts):
+            return True
         return all(self._excludes(one, other, 0) for one, other in itertools.permutations(parts, 2))
+
+    def _have_tags(self, parts: list[Part]) -> bool:
+        """Return whether one required property tells all of them apart: the usual case, and soon found."""
+        tags = [
+            {
+                name: values
+                for facet in self._facets(part)
+                if _types(facet) == {"object"}
+                for name in _required(facet)
+                if isinstance(property := _properties(facet).get(name), Mapping)
+                and (values := _values(Part(property, ""))) is not None
+            }
+            for part in parts
+        ]
+        names = set(tags[0]).intersection(*tags) if tags else set()
+        return any(
+            sum(len(t[name]) for t in tags) == len(set().union(*(t[name] for t in tags))) for name in names
+        )
 
     def _excludes(self, made: Part, other: Part, depth: int) -> bool:
         """Return whether what a grammar makes of a part is never valid for another."""

@@ -9,6 +9,7 @@ from typing import Any
 from icehouse_server.structured_output.schema.patterns import NAME_PATTERNS, without_look_around
 from icehouse_server.structured_output.schema.references import References, UnusableSchema
 
+_DEPTH_LIMIT = 16
 _ANNOTATIONS = frozenset(
     {
         "title",
@@ -33,12 +34,15 @@ class Names:
     patterns: tuple[str, ...] = ()
 
 
-def allowed_names(schema: Any, place: str, references: References) -> Names | None:
+def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names | None:
     """Return what a `propertyNames` at `place` allows; None for any name. Raises UnusableSchema."""
-    seen: set[str] = set()
-    while isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"} and place not in seen:
-        seen.add(place)
-        place, schema = references.target(schema["$ref"], place)
+    if depth > _DEPTH_LIMIT:
+        raise UnusableSchema(
+            f"names are described by more than {_DEPTH_LIMIT} schemas within each other", place
+        )
+    if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
+        target_place, target = references.target(schema["$ref"], place)
+        return allowed_names(target, target_place, references, depth=depth + 1)
     if isinstance(schema, bool):
         return None if schema else Names()
     if not isinstance(schema, Mapping):
@@ -51,8 +55,9 @@ def allowed_names(schema: Any, place: str, references: References) -> Names | No
         return Names(texts=tuple(_spelled(texts)))
     for key in ("anyOf", "oneOf"):
         if set(said) == {key} and isinstance(said[key], list):
+            options = enumerate(said[key])
             return _either(
-                [allowed_names(s, f"{place}/{key}/{i}", references) for i, s in enumerate(said[key])]
+                [allowed_names(s, f"{place}/{key}/{i}", references, depth=depth + 1) for i, s in options]
             )
     if kind != "string":
         raise UnusableSchema("names are strings: give their type as string, or an enum", f"{place}/type")

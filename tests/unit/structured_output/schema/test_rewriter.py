@@ -293,6 +293,12 @@ def test_many_names_of_one_large_value_cost_its_size_once() -> None:
     assert held(schema).takes('{"n1": {"n2": {"n3": {"n4": {"n5": {"n6": 7}}}}}}')
 
 
+def test_many_tagged_alternatives_are_told_apart_by_their_tag() -> None:
+    options = [{**TAG_A, "properties": {"k": {"const": f"c{i}"}}} for i in range(300)]
+    assert "anyOf" in rewritten({"oneOf": options}).schema
+    assert "oneOf" in rewritten({"oneOf": [*options, {**TAG_A, "properties": {"k": {"const": "c7"}}}]}).schema
+
+
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, A]}])
 def test_a_schema_that_is_itself_comes_to_an_end(schema: Any) -> None:
     assert rewritten(schema).schema
