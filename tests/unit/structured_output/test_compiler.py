@@ -102,6 +102,7 @@ TAKEN = [
     (LarkGrammar('start: "a" start "b" | "ab"'), ["ab", "aabb"], ["aab", "b"]),
     (Choice(("yes", "no", "no way", 'q"\\\n', "🧊")), ["yes", "no", "no way", 'q"\\\n', "🧊"], ["ye", "now"]),
     (TaggedJson((CALL,)), ['<call>{"x":1}</call>'], ['<call>{"x":1}</call><call>{"x":1}</call>', "<call>"]),
+    (TaggedJson((CALL,)), ['<call>{"x": 1}</call>'], ['<call>{"x": 1, "description": "made up"}</call>']),
     (TaggedJson((CALL, TURN), may_repeat=True), ['<call>{"x":1}</call>\n<|im_start|>run 7<pad>'], ["hi"]),
     (
         TaggedJson((CALL, TURN), may_begin_with_text=True),

@@ -78,6 +78,21 @@ class _Closing:
     names: frozenset[str] = frozenset()
     """Properties that are known further out."""
     patterns: frozenset[str] = frozenset()
+    is_asked_for: bool = False
+    """Whether the schema itself says so, with `unevaluatedProperties`, and not just nothing."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a schema that knows of no property stays as it is."""
+        return not (self.names or self.patterns or self.is_asked_for)
+
+    def with_known(self, known: _Known) -> _Closing:
+        """Return how alternatives are closed beside a part that knows of properties."""
+        return dataclasses.replace(
+            self,
+            names=self.names.union(known.names_for(self)),
+            patterns=self.patterns.union(known.patterns),
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,12 +100,17 @@ class _Known:
     """What a schema says of an object's properties, with what it refers to."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
+    required: dict[str, None] = dataclasses.field(default_factory=dict)
     patterns: dict[str, None] = dataclasses.field(default_factory=dict)
     is_object: bool = False
     is_open: bool = False
     """Whether it says of further properties."""
     is_conditional: bool = False
     """Whether some are known in an alternative only."""
+
+    def names_for(self, closing: _Closing) -> dict[str, None]:
+        """Return the properties that may be there; one that is only required is evaluated by nothing."""
+        return self.names if closing.is_asked_for else {**self.names, **self.required}
 
 
 def rewritten(schema: Any) -> Rewritten:
@@ -126,7 +146,7 @@ class _Rewriter:
         self._count(place)
         if depth > _DEPTH_LIMIT:
             raise UnusableSchema(f"schemas are nested more than {_DEPTH_LIMIT} deep", place)
-        if schema is True and closing is not None and (closing.names or closing.patterns):
+        if schema is True and closing is not None and not closing.is_idle:
             schema = {}
         if not isinstance(schema, Mapping):
             return schema  # llguidance tells of what is no schema at all
@@ -134,7 +154,7 @@ class _Rewriter:
         if said is None:
             return False
         if said.get("unevaluatedProperties", True) is False:
-            closing = _Closing()
+            closing = _Closing(is_asked_for=True)
         inner = self._inner_closing(said, place, closing)
         made: Object = {}
         for keyword, value in said.items():
@@ -244,7 +264,8 @@ class _Rewriter:
         if names is None:
             return
         listed = said.get("properties", {})
-        if "patternProperties" in said or (names.patterns and listed):
+        # What a name is allowed to be evaluates no property.
+        if {"patternProperties", "unevaluatedProperties"} & set(said) or (names.patterns and listed):
             raise UnusableSchema("`propertyNames` cannot be kept to beside other names or patterns", where)
         value = said.pop("additionalProperties", True)
         if isinstance(value, Mapping):
@@ -317,11 +338,11 @@ class _Rewriter:
             return None
         key = _options_key(said)
         base = self._known({k: v for k, v in said.items() if k != key}, place)
+        _check_unconditional(base, closing, place)
         if base.is_open:
             return None
         if key is not None:
-            self._check_unconditional(said, base, place)
-            return _Closing(closing.names | set(base.names), closing.patterns | set(base.patterns))
+            return closing.with_known(base)
         return closing if _is_reference(said) else None
 
     def _closed(self, made: Object, said: Object, place: str, closing: _Closing | None) -> Object:
@@ -329,14 +350,14 @@ class _Rewriter:
         if closing is None or "additionalProperties" in said or _options_key(said) or _is_reference(said):
             return made
         known = self._known(said, place)
-        if known.is_open or not (known.is_object or closing.names or closing.patterns):
+        _check_unconditional(known, closing, place)
+        if known.is_open or (closing.is_idle and not known.is_object):
             return made
-        self._check_unconditional(said, known, place)
         patterns = (
             _plain_name(pattern, _NAMED[1]) for pattern in (*known.patterns, *sorted(closing.patterns))
         )
         rest: Object = {
-            _NAMED[0]: dict.fromkeys((*known.names, *sorted(closing.names)), True),
+            _NAMED[0]: dict.fromkeys((*known.names_for(closing), *sorted(closing.names)), True),
             _NAMED[1]: dict.fromkeys(patterns, True),
         }
         if set(_IN_PLACE) & set(made):
@@ -349,13 +370,6 @@ class _Rewriter:
                 }
         return {**made, "additionalProperties": False}
 
-    def _check_unconditional(self, said: Object, known: _Known, place: str) -> None:
-        if said.get("unevaluatedProperties", True) is False and known.is_conditional:
-            raise UnusableSchema(
-                "`unevaluatedProperties` cannot be kept to where alternatives in allOf or $ref name some",
-                f"{place}/unevaluatedProperties",
-            )
-
     def _known(self, schema: Any, place: str) -> _Known:
         """Return the properties that a schema, and what applies in its place, know of."""
         known = _Known()
@@ -366,15 +380,16 @@ class _Rewriter:
                 continue
             seen.add(where)
             self._count(where)
-            names = [*_keys(part, "properties"), *(n for n in _list(part, "required") if isinstance(n, str))]
-            patterns = _keys(part, "patternProperties")
-            known.names.update(dict.fromkeys(names))
-            known.patterns.update(dict.fromkeys(patterns))
-            known.is_object |= any(isinstance(part.get(key), Mapping) for key in _NAMED)
-            known.is_open |= any(
+            names, patterns = _keys(part, "properties"), _keys(part, "patternProperties")
+            is_open = any(
                 part.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties")
             )
-            known.is_conditional |= is_option and bool(names or patterns)
+            known.names.update(dict.fromkeys(names))
+            known.patterns.update(dict.fromkeys(patterns))
+            known.required.update(dict.fromkeys(n for n in _list(part, "required") if isinstance(n, str)))
+            known.is_object |= any(isinstance(part.get(key), Mapping) for key in _NAMED)
+            known.is_open |= is_open
+            known.is_conditional |= is_option and bool(names or patterns or is_open)
             if isinstance(part.get("$ref"), str):
                 target_place, target = self._references.target(part["$ref"], where)
                 remaining.append((target, target_place, is_option))
@@ -390,6 +405,13 @@ def _is_beyond(keyword: str, bound: Any, said: Object) -> bool:
         return False
     limit = (1 << 63) - 1 if said.get("type") == "integer" else _BOUND_LIMIT
     return bound * _BOUNDS[keyword] > limit
+
+
+def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
+    if closing.is_asked_for and known.is_conditional:
+        raise UnusableSchema(
+            "`unevaluatedProperties` cannot be kept to where alternatives in allOf or $ref name some", place
+        )
 
 
 def _options_key(said: Object) -> str | None:

@@ -86,6 +86,14 @@ TAKEN: list[tuple[str, Any, list[str], list[str]]] = [
         ['{"a": 1, "b": 2}'],
         ['{"a": 1, "b": 2, "z": 3}'],
     ),
+    ("unevaluated all", {"allOf": [True], "unevaluatedProperties": False}, ["{}", "1"], ['{"z": 1}']),
+    ("unevaluated either", {"anyOf": [A, True], "unevaluatedProperties": False}, ['{"a": 1}'], ['{"z": 1}']),
+    (
+        "unevaluated but required",
+        {"anyOf": [A, {"type": "null"}], "required": ["z"], "unevaluatedProperties": False},
+        ["null"],
+        ['{"a": 1, "z": 1}', '{"a": 1}'],
+    ),
     (
         "unevaluated items",
         {"prefixItems": [A], "unevaluatedItems": False, "type": "array"},
@@ -186,7 +194,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"allOf": [A], "unevaluatedProperties": A}, "/unevaluatedProperties", "true or false"),
     (
         {"allOf": [{"anyOf": [A, B]}], "unevaluatedProperties": False},
-        "/unevaluatedProperties",
+        "/",
         "alternatives",
     ),
     ({"allOf": [A], "unevaluatedItems": False}, "/unevaluatedItems", "unevaluatedItems"),
@@ -194,6 +202,11 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"propertyNames": {"pattern": "a", "maxLength": 1}}, "/propertyNames", "names"),
     ({"propertyNames": {"type": "integer"}}, "/propertyNames/type", "string"),
     ({**A, "propertyNames": {"pattern": "a"}}, "/propertyNames", "names"),
+    (
+        {"allOf": [A], "propertyNames": {"enum": ["a"]}, "unevaluatedProperties": False},
+        "/propertyNames",
+        "beside other names",
+    ),
     ({"patternProperties": {"a": A}, "propertyNames": {"enum": ["a"]}}, "/propertyNames", "names"),
     ({"items": {"$ref": "#/$defs/none"}}, "/items/$ref", "#/$defs/none points to no schema"),
     ({"$ref": "#none"}, "/$ref", "points to no schema"),
