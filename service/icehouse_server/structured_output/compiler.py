@@ -37,7 +37,7 @@ from icehouse_server.structured_output.error_location import (
 )
 from icehouse_server.structured_output.matcher import CompiledGrammar
 from icehouse_server.structured_output.schema.references import UnusableSchema
-from icehouse_server.structured_output.source import grammar_source
+from icehouse_server.structured_output.source import grammar_source, unenforced
 from icehouse_server.structured_output.trial import Trial, TrialSetup
 
 STACK_BYTES_PER_BYTE = 4096
@@ -181,7 +181,12 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _invalid(self._mistake(form, matcher.get_error()), field=field)
         _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
-        return CompiledGrammar(matcher, executor=executor, vocabulary_size=vocabulary.vocab_size)
+        return CompiledGrammar(
+            matcher,
+            executor=executor,
+            vocabulary_size=vocabulary.vocab_size,
+            unenforced=unenforced(form),
+        )
 
     def _compile_tag(self, schema: str, *, field: str) -> None:
         parsed = _read_schema(schema, field=field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 
@@ -22,6 +23,9 @@ from icehouse_server.structured_output.schema.rewriter import rewritten
 Pieces = Callable[[str], Iterable[int | str]]
 """Cuts a text into the special tokens it spells and the text between them."""
 
+UNENFORCED_LIMIT = 32
+"""Most keywords to tell of."""
+_PLACE_LENGTH = 256
 _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 """Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
@@ -47,6 +51,24 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
             return LLMatcher.grammar_from_lark(_choice_lark(form.texts))
         case TaggedJson():
             return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
+
+
+def unenforced(form: ResponseFormat) -> tuple[str, ...]:
+    """Return the keywords of a form's schemas that outputs are not held to, by their JSON pointers.
+
+    Those of a tool's schema follow the field it is in. Only the first ones are told.
+    """
+    match form:
+        case JsonSchema():
+            places: Iterable[str] = rewritten(json.loads(form.schema)).unenforced
+        case TaggedJson():
+            places = (
+                f"{tag.field}{p}" for tag in form.tags for p in rewritten(json.loads(tag.schema)).unenforced
+            )
+        case _:
+            places = ()
+    first = itertools.islice(places, UNENFORCED_LIMIT)
+    return tuple(p if len(p) <= _PLACE_LENGTH else f"…{p[1 - _PLACE_LENGTH :]}" for p in first)
 
 
 def _held(schema: str, *, is_compact: bool = False) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from icehouse_server.domain.response_format import JsonObject
+from icehouse_server.domain.response_format import JsonObject, JsonSchema, JsonTag, TaggedJson
+from icehouse_server.structured_output.source import UNENFORCED_LIMIT, unenforced
 
 from tests.fixtures.schemas.held import TAG, Held, held, held_call
 
@@ -84,6 +85,18 @@ def test_lists_have_bounded_white_space_too() -> None:
 def test_a_compact_output_has_none() -> None:
     for grammar in (held(NODE, is_compact=True), Held(JsonObject(is_compact=True))):
         assert grammar.takes('{"n":1}') and not grammar.takes('{"n": 1}')
+
+
+def test_what_is_not_enforced_is_told_with_its_field_and_only_so_much_of_it() -> None:
+    plain, tool = {"uniqueItems": True}, {"properties": {"é/" * 300: {"uniqueItems": True}}}
+    assert unenforced(JsonObject()) == unenforced(JsonSchema("true")) == ()
+    assert unenforced(JsonSchema(json.dumps(plain))) == ("/uniqueItems",)
+    tags = (JsonTag("a", json.dumps(plain), field="tools[3].parameters_json"), JsonTag("b", json.dumps(tool)))
+    first, second = unenforced(TaggedJson(tags))
+    assert first == "tools[3].parameters_json/uniqueItems"
+    assert len(second) == 256 and second.startswith("…") and second.endswith("/uniqueItems")
+    many = {"prefixItems": [plain] * (UNENFORCED_LIMIT + 1)}
+    assert len(unenforced(JsonSchema(json.dumps(many)))) == UNENFORCED_LIMIT
 
 
 def test_a_schema_cannot_change_how_it_is_read() -> None:

@@ -146,6 +146,8 @@ class Reply(Completion):
     """When the request reached the server, by its clock, in UTC."""
     system_fingerprint: str
     """Changes when the same request may give another output."""
+    unenforced_keywords: tuple[str, ...] = ()
+    """JSON pointers of what of the schema the output was not held to, such as `uniqueItems`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completions: tuple[Completion, ...] = ()
 
@@ -162,6 +164,7 @@ class Started:
     seed: int
     create_time: datetime.datetime
     system_fingerprint: str
+    unenforced_keywords: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,6 +185,7 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         model=response.model,
         create_time=response.create_time.ToDatetime(datetime.UTC),
         system_fingerprint=response.system_fingerprint,
+        unenforced_keywords=tuple(response.unenforced_keywords),
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
     )
 
@@ -195,6 +199,7 @@ def reply_of(
     model: str,
     create_time: datetime.datetime,
     system_fingerprint: str,
+    unenforced_keywords: tuple[str, ...],
     prompt_logprobs: tuple[TokenLogprobs, ...],
 ) -> Reply:
     """Return an answer whose own output is `first`."""
@@ -205,6 +210,7 @@ def reply_of(
         model=model,
         create_time=create_time,
         system_fingerprint=system_fingerprint,
+        unenforced_keywords=unenforced_keywords,
         prompt_logprobs=prompt_logprobs,
         completions=completions,
     )
@@ -244,6 +250,7 @@ def started_from(started: inference.Started) -> Started:
         seed=started.seed,
         create_time=started.create_time.ToDatetime(datetime.UTC),
         system_fingerprint=started.system_fingerprint,
+        unenforced_keywords=tuple(started.unenforced_keywords),
     )
 
 

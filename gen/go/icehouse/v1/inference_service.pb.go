@@ -378,6 +378,10 @@ type GenerateResponse struct {
 	// what reads the model. While it stays, the same request with the same seed is expected to give the same
 	// output; when it changes, outputs may change.
 	SystemFingerprint string `protobuf:"bytes,17,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
+	// Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+	// to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+	// "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+	UnenforcedKeywords []string `protobuf:"bytes,18,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -533,6 +537,13 @@ func (x *GenerateResponse) GetSystemFingerprint() string {
 	return ""
 }
 
+func (x *GenerateResponse) GetUnenforcedKeywords() []string {
+	if x != nil {
+		return x.UnenforcedKeywords
+	}
+	return nil
+}
+
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
 	if x != nil {
 		return x.MalformedToolCalls
@@ -681,8 +692,10 @@ type Started struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// As `system_fingerprint` of GenerateResponse.
 	SystemFingerprint string `protobuf:"bytes,8,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// As `unenforced_keywords` of GenerateResponse.
+	UnenforcedKeywords []string `protobuf:"bytes,9,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -769,6 +782,13 @@ func (x *Started) GetSystemFingerprint() string {
 		return x.SystemFingerprint
 	}
 	return ""
+}
+
+func (x *Started) GetUnenforcedKeywords() []string {
+	if x != nil {
+		return x.UnenforcedKeywords
+	}
+	return nil
 }
 
 // How far the prompt is computed.
@@ -1511,7 +1531,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIds\x125\n" +
 	"\x14max_reasoning_tokens\x18\x14 \x01(\x05H\x01R\x12maxReasoningTokens\x88\x01\x01B\b\n" +
 	"\x06promptB\x17\n" +
-	"\x15_max_reasoning_tokens\"\xe1\x06\n" +
+	"\x15_max_reasoning_tokens\"\x92\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1534,7 +1554,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\rstop_token_id\x18\x0f \x01(\x05H\x01R\vstopTokenId\x88\x01\x01\x12;\n" +
 	"\vcreate_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
-	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12P\n" +
+	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12/\n" +
+	"\x13unenforced_keywords\x18\x12 \x03(\tR\x12unenforcedKeywords\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
 	"\f_stop_stringB\x10\n" +
 	"\x0e_stop_token_id\"\xf7\x01\n" +
@@ -1543,7 +1564,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xd5\x02\n" +
+	"\x05event\"\x86\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1554,7 +1575,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x04seed\x18\x06 \x01(\x04R\x04seed\x12;\n" +
 	"\vcreate_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
-	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\"\xa6\x01\n" +
+	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\x12/\n" +
+	"\x13unenforced_keywords\x18\t \x03(\tR\x12unenforcedKeywords\"\xa6\x01\n" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +

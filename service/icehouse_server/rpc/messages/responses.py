@@ -133,6 +133,8 @@ class ReplyFacts:
     create_time: float
     """`Clock.wall` when the request reached the edge."""
     system_fingerprint: str
+    unenforced: tuple[str, ...] = ()
+    """Keywords of its schemas that the output is not held to."""
 
 
 def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOTES) -> inference.Started:
@@ -146,6 +148,7 @@ def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOT
         seed=facts.seed,
         create_time=timestamp_proto(facts.create_time),
         system_fingerprint=facts.system_fingerprint,
+        unenforced_keywords=facts.unenforced,
     )
 
 

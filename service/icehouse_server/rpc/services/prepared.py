@@ -56,6 +56,7 @@ class Prepared:
             seed=request.sampling.seed,
             create_time=self.create_time,
             system_fingerprint=info.system_fingerprint(request.adapter),
+            unenforced=() if request.grammar is None else request.grammar.unenforced,
         )
         return Reply(
             facts=facts,

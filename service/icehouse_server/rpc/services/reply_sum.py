@@ -66,6 +66,7 @@ class ReplySum:
             malformed_tool_calls=first.malformed_tool_calls,
             create_time=self._started.create_time,
             system_fingerprint=self._started.system_fingerprint,
+            unenforced_keywords=self._started.unenforced_keywords,
         )
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:

@@ -28,14 +28,18 @@ _ANNOTATIONS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names:
-    """Names that are allowed, and no others."""
+    """Names that are allowed."""
 
     texts: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
+    are_any: bool = False
+    """Whether all others are allowed too."""
+    unenforced: tuple[str, ...] = ()
+    """Keywords that names are not held to, by their JSON pointers."""
 
 
-def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names | None:
-    """Return what a `propertyNames` at `place` allows; None for any name. Raises UnusableSchema."""
+def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names:
+    """Return what a `propertyNames` at `place` allows; raises UnusableSchema."""
     if depth > _DEPTH_LIMIT:
         raise UnusableSchema(
             f"names are described by more than {_DEPTH_LIMIT} schemas within each other", place
@@ -44,7 +48,7 @@ def allowed_names(schema: Any, place: str, references: References, *, depth: int
         target_place, target = references.target(schema["$ref"], place)
         return allowed_names(target, target_place, references, depth=depth + 1)
     if isinstance(schema, bool):
-        return None if schema else Names()
+        return Names(are_any=schema)
     if not isinstance(schema, Mapping):
         raise UnusableSchema("a JSON schema is an object, true or false", place)
     said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
@@ -64,32 +68,33 @@ def allowed_names(schema: Any, place: str, references: References, *, depth: int
     return _patterned(said, place)
 
 
-def _patterned(said: dict[str, Any], place: str) -> Names | None:
+def _patterned(said: dict[str, Any], place: str) -> Names:
     """Return the names that one pattern, one known format or a length allows."""
-    # A format says no more here than the pattern that stands beside it.
-    known = NAME_PATTERNS.get(str(said.pop("format", "")))
-    if known is not None and not said:
+    known = NAME_PATTERNS.get(str(said.get("format")))
+    if known is not None and set(said) == {"format"}:
         return Names(patterns=(known,))
+    unenforced = (f"{place}/format",) if said.pop("format", None) is not None else ()
     if not said:
-        return None
+        return Names(are_any=True, unenforced=unenforced)
     if set(said) == {"pattern"} and isinstance(said["pattern"], str):
         patterns = without_look_around(said["pattern"])
         if patterns is not None and len(patterns) == 1:
-            return Names(patterns=patterns)
+            return Names(patterns=patterns, unenforced=unenforced)
     elif set(said) <= {"minLength", "maxLength"} and all(type(v) is int and v >= 0 for v in said.values()):
         bounds = f"{said.get('minLength', 0)},{said.get('maxLength', '')}"
-        return Names(patterns=(rf"^[\s\S]{{{bounds}}}$",))
+        return Names(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
     raise UnusableSchema(
         "names can be held to an enum, to one pattern without look-around or to a length, not to more", place
     )
 
 
-def _either(options: list[Names | None]) -> Names | None:
-    known = [option for option in options if option is not None]
-    if len(known) < len(options):
-        return None
-    texts = tuple(text for names in known for text in names.texts)
-    return Names(texts, tuple(pattern for names in known for pattern in names.patterns))
+def _either(options: list[Names]) -> Names:
+    return Names(
+        texts=tuple(text for names in options for text in names.texts),
+        patterns=tuple(pattern for names in options for pattern in names.patterns),
+        are_any=any(names.are_any for names in options),
+        unenforced=tuple(place for names in options for place in names.unenforced),
+    )
 
 
 def _spelled(values: Any) -> list[str]:

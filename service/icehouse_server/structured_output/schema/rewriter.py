@@ -2,7 +2,7 @@
 
 What a library writes by default is kept where a grammar can keep it, said in other keywords where llguidance
 wants that, left out where JSON Schema calls it an annotation, and refused with its place otherwise. An output
-held to the new schema validates against the old one, but for what is noted.
+held to the new schema validates against the old one, but for keywords that are told as not enforced.
 """
 
 from __future__ import annotations
@@ -55,20 +55,12 @@ Object = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """A keyword of the schema that outputs are not held to."""
-
-    place: str
-    """Its JSON pointer."""
-    keyword: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Rewritten:
     """A schema that outputs can be held to."""
 
     schema: Object
-    notes: tuple[Note, ...] = ()
+    unenforced: tuple[str, ...] = ()
+    """Keywords of the caller's schema that they are not held to, by their JSON pointers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +116,7 @@ class _Rewriter:
         self._references = References(document)
         self._alternatives = Alternatives(self._references)
         self._part_count = 0
-        self._notes: dict[Note, None] = {}
+        self._unenforced: dict[str, None] = {}
         self._names: dict[tuple[str, _Closing | None], str] = {}
         """Names in the new schema of what is referred to."""
         self._taken: set[str] = set()
@@ -140,7 +132,7 @@ class _Rewriter:
             whole = {} if whole else {"allOf": [False]}
         if definitions:
             whole = {**whole, "$defs": definitions}
-        return Rewritten(whole, tuple(self._notes))
+        return Rewritten(whole, tuple(self._unenforced))
 
     def _schema(self, schema: Any, place: str, closing: _Closing | None, depth: int) -> Any:
         self._count(place)
@@ -167,7 +159,7 @@ class _Rewriter:
             elif keyword == "format" and isinstance(value, str):
                 self._add_format(made, value, where)
             elif keyword in _BOUNDS and _is_beyond(keyword, value, said):
-                self._notes[Note(where, keyword)] = None
+                self._unenforced[where] = None
             elif keyword in (*_KEPT, "pattern", "format"):
                 made[keyword] = value
             else:
@@ -215,7 +207,7 @@ class _Rewriter:
             if negated is not False:
                 raise UnusableSchema("`not` cannot be kept to, except of everything", f"{place}/not")
         if said.pop("uniqueItems", False) is True:
-            self._notes[Note(f"{place}/uniqueItems", "uniqueItems")] = None
+            self._unenforced[f"{place}/uniqueItems"] = None
         self._plain_unevaluated(said, place)
         if "propertyNames" in said:
             self._plain_names(
@@ -261,7 +253,8 @@ class _Rewriter:
         """Say `propertyNames` as properties and patterns."""
         where = f"{place}/propertyNames"
         names = allowed_names(said.pop("propertyNames"), where, self._references)
-        if names is None:
+        self._unenforced.update(dict.fromkeys(names.unenforced))
+        if names.are_any:
             return
         listed = said.get("properties", {})
         # What a name is allowed to be evaluates no property.
@@ -330,7 +323,7 @@ class _Rewriter:
         elif name in FORMAT_PATTERNS:
             made["allOf"] = [*made.get("allOf", []), {"pattern": FORMAT_PATTERNS[name]}]
         else:
-            self._notes[Note(where, "format")] = None
+            self._unenforced[where] = None
 
     def _inner_closing(self, said: Object, place: str, closing: _Closing | None) -> _Closing | None:
         """Return how what applies in place is closed: None where that is done around it, or not at all."""

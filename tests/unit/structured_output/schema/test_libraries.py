@@ -262,8 +262,7 @@ def test_the_rewritten_schema_takes_nothing_that_the_schema_does_not(entry: dict
     schema = rewritten(entry["schema"])
     values = [value for each in ZOD for value in (*each["valid"], *each["invalid"])]
     old, new = Draft202012Validator(_as_of_2020(entry["schema"])), Draft202012Validator(schema.schema)
-    told = {note.keyword for note in schema.notes} - {"format"}
-    if not told:
+    if all(place.endswith("/format") for place in schema.unenforced):
         assert [value for value in values if new.is_valid(value) and not old.is_valid(value)] == []
 
 

@@ -33,6 +33,8 @@ private static final long serialVersionUID = 0L;
     promptLogprobs_ = java.util.Collections.emptyList();
     completions_ = java.util.Collections.emptyList();
     systemFingerprint_ = "";
+    unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
     malformedToolCalls_ = java.util.Collections.emptyList();
   }
 
@@ -836,6 +838,67 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int UNENFORCED_KEYWORDS_FIELD_NUMBER = 18;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+      com.google.protobuf.LazyStringArrayList.emptyList();
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 18;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  public com.google.protobuf.ProtocolStringList
+      getUnenforcedKeywordsList() {
+    return unenforcedKeywords_;
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 18;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  public int getUnenforcedKeywordsCount() {
+    return unenforcedKeywords_.size();
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 18;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  public java.lang.String getUnenforcedKeywords(int index) {
+    return unenforcedKeywords_.get(index);
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 18;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  public com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index) {
+    return unenforcedKeywords_.getByteString(index);
+  }
+
   public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 30;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
@@ -967,6 +1030,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 17, systemFingerprint_);
     }
+    for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 18, unenforcedKeywords_.getRaw(i));
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       output.writeMessage(30, malformedToolCalls_.get(i));
     }
@@ -1051,6 +1117,14 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, systemFingerprint_);
     }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+        dataSize += computeStringSizeNoTag(unenforcedKeywords_.getRaw(i));
+      }
+      size += dataSize;
+      size += 2 * getUnenforcedKeywordsList().size();
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(30, malformedToolCalls_.get(i));
@@ -1118,6 +1192,8 @@ private static final long serialVersionUID = 0L;
     }
     if (!getSystemFingerprint()
         .equals(other.getSystemFingerprint())) return false;
+    if (!getUnenforcedKeywordsList()
+        .equals(other.getUnenforcedKeywordsList())) return false;
     if (!getMalformedToolCallsList()
         .equals(other.getMalformedToolCallsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
@@ -1186,6 +1262,10 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + SYSTEM_FINGERPRINT_FIELD_NUMBER;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
+    if (getUnenforcedKeywordsCount() > 0) {
+      hash = (37 * hash) + UNENFORCED_KEYWORDS_FIELD_NUMBER;
+      hash = (53 * hash) + getUnenforcedKeywordsList().hashCode();
+    }
     if (getMalformedToolCallsCount() > 0) {
       hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
       hash = (53 * hash) + getMalformedToolCallsList().hashCode();
@@ -1391,13 +1471,15 @@ private static final long serialVersionUID = 0L;
         createTimeBuilder_ = null;
       }
       systemFingerprint_ = "";
+      unenforcedKeywords_ =
+          com.google.protobuf.LazyStringArrayList.emptyList();
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
       } else {
         malformedToolCalls_ = null;
         malformedToolCallsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00020000);
+      bitField0_ = (bitField0_ & ~0x00040000);
       return this;
     }
 
@@ -1468,9 +1550,9 @@ private static final long serialVersionUID = 0L;
         result.completions_ = completionsBuilder_.build();
       }
       if (malformedToolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00020000) != 0)) {
+        if (((bitField0_ & 0x00040000) != 0)) {
           malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
-          bitField0_ = (bitField0_ & ~0x00020000);
+          bitField0_ = (bitField0_ & ~0x00040000);
         }
         result.malformedToolCalls_ = malformedToolCalls_;
       } else {
@@ -1531,6 +1613,10 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00010000) != 0)) {
         result.systemFingerprint_ = systemFingerprint_;
+      }
+      if (((from_bitField0_ & 0x00020000) != 0)) {
+        unenforcedKeywords_.makeImmutable();
+        result.unenforcedKeywords_ = unenforcedKeywords_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1742,11 +1828,21 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00010000;
         onChanged();
       }
+      if (!other.unenforcedKeywords_.isEmpty()) {
+        if (unenforcedKeywords_.isEmpty()) {
+          unenforcedKeywords_ = other.unenforcedKeywords_;
+          bitField0_ |= 0x00020000;
+        } else {
+          ensureUnenforcedKeywordsIsMutable();
+          unenforcedKeywords_.addAll(other.unenforcedKeywords_);
+        }
+        onChanged();
+      }
       if (malformedToolCallsBuilder_ == null) {
         if (!other.malformedToolCalls_.isEmpty()) {
           if (malformedToolCalls_.isEmpty()) {
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00020000);
+            bitField0_ = (bitField0_ & ~0x00040000);
           } else {
             ensureMalformedToolCallsIsMutable();
             malformedToolCalls_.addAll(other.malformedToolCalls_);
@@ -1759,7 +1855,7 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.dispose();
             malformedToolCallsBuilder_ = null;
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00020000);
+            bitField0_ = (bitField0_ & ~0x00040000);
             malformedToolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getMalformedToolCallsFieldBuilder() : null;
@@ -1928,6 +2024,12 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00010000;
               break;
             } // case 138
+            case 146: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureUnenforcedKeywordsIsMutable();
+              unenforcedKeywords_.add(s);
+              break;
+            } // case 146
             case 242: {
               dev.icehouse.v1.MalformedToolCall m =
                   input.readMessage(
@@ -4572,12 +4674,177 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureUnenforcedKeywordsIsMutable() {
+      if (!unenforcedKeywords_.isModifiable()) {
+        unenforcedKeywords_ = new com.google.protobuf.LazyStringArrayList(unenforcedKeywords_);
+      }
+      bitField0_ |= 0x00020000;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @return A list containing the unenforcedKeywords.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getUnenforcedKeywordsList() {
+      unenforcedKeywords_.makeImmutable();
+      return unenforcedKeywords_;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @return The count of unenforcedKeywords.
+     */
+    public int getUnenforcedKeywordsCount() {
+      return unenforcedKeywords_.size();
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param index The index of the element to return.
+     * @return The unenforcedKeywords at the given index.
+     */
+    public java.lang.String getUnenforcedKeywords(int index) {
+      return unenforcedKeywords_.get(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the unenforcedKeywords at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getUnenforcedKeywordsBytes(int index) {
+      return unenforcedKeywords_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param index The index to set the value at.
+     * @param value The unenforcedKeywords to set.
+     * @return This builder for chaining.
+     */
+    public Builder setUnenforcedKeywords(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.set(index, value);
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param value The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywords(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param values The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllUnenforcedKeywords(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureUnenforcedKeywordsIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, unenforcedKeywords_);
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearUnenforcedKeywords() {
+      unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00020000);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 18;</code>
+     * @param value The bytes of the unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywordsBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+
     private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_ =
       java.util.Collections.emptyList();
     private void ensureMalformedToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00020000) != 0)) {
+      if (!((bitField0_ & 0x00040000) != 0)) {
         malformedToolCalls_ = new java.util.ArrayList<dev.icehouse.v1.MalformedToolCall>(malformedToolCalls_);
-        bitField0_ |= 0x00020000;
+        bitField0_ |= 0x00040000;
        }
     }
 
@@ -4771,7 +5038,7 @@ private static final long serialVersionUID = 0L;
     public Builder clearMalformedToolCalls() {
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00020000);
+        bitField0_ = (bitField0_ & ~0x00040000);
         onChanged();
       } else {
         malformedToolCallsBuilder_.clear();
@@ -4876,7 +5143,7 @@ private static final long serialVersionUID = 0L;
         malformedToolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
                 malformedToolCalls_,
-                ((bitField0_ & 0x00020000) != 0),
+                ((bitField0_ & 0x00040000) != 0),
                 getParentForChildren(),
                 isClean());
         malformedToolCalls_ = null;

@@ -168,4 +168,45 @@ public interface StartedOrBuilder extends
    */
   com.google.protobuf.ByteString
       getSystemFingerprintBytes();
+
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 9;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  java.util.List<java.lang.String>
+      getUnenforcedKeywordsList();
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 9;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  int getUnenforcedKeywordsCount();
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 9;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  java.lang.String getUnenforcedKeywords(int index);
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 9;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index);
 }
