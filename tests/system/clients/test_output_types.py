@@ -211,6 +211,18 @@ async def test_an_output_is_held_to_the_types_schema_and_read_into_it(served: Ru
     assert served.grammars.compiled == [form, form, JsonObject()], "a form of the caller's own is kept"
 
 
+async def test_the_reply_tells_what_of_the_schema_was_not_enforced(served: RunningServer) -> None:
+    def use(client: Client) -> None:
+        form = formats.json_schema(schema_of(set[int]))
+        with client.stream("Hi", response_format=form) as stream:
+            list(stream)
+        for told in (client.generate("Hi", response_format=form), stream.reply, stream.started):
+            assert told is not None and told.unenforced_keywords == ("/a/uniqueItems",)
+        assert client.generate("Hi").unenforced_keywords == ()
+
+    await threaded(served, use)
+
+
 async def test_also_on_an_event_loop(served: RunningServer) -> None:
     served.engine.script = says('{"amount": 5}')
     async with AsyncClient(served.server.address) as client:
