@@ -31,10 +31,6 @@ _SHARED = frozenset({"$ref", "$defs", "definitions"})
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
-_WORDING = {
-    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "use anyOf, or alternatives of which "
-    "no two can match the same value"
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,7 +145,5 @@ def _children(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _one_line(message: str) -> str:
-    for theirs, ours in _WORDING.items():
-        message = message.replace(theirs, ours)
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= _DETAIL_LENGTH_LIMIT else text[: _DETAIL_LENGTH_LIMIT - 1] + "…"

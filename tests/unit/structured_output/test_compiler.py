@@ -243,7 +243,7 @@ MISTAKES = [
     (JsonSchema('{"const":1e999}'), "", "Out of range"),
     (JsonSchema('{"const":"\\ud800"}'), "/", "hex escape"),
     (JsonSchema('{"items":' * 200 + "true" + "}" * 200), "/items" * 129, "nested more than 128 deep"),
-    (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/", "use anyOf"),
+    (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/oneOf", "use anyOf"),
     (JsonSchema('{"type":"string","pattern":"("}'), "/", "unclosed group"),
     (JsonSchema("false"), "/", "Unsatisfiable"),
     (JsonSchema('{"enum":' + "[" * 900 + "]" * 900 + "}"), "/", "recursion limit"),

@@ -145,6 +145,9 @@ class _Rewriter:
         said = self._plain(schema, place)
         if said is None:
             return False
+        if closing is not None and closing.is_asked_for and "additionalProperties" in set(said) - set(schema):
+            # What a name is allowed to be evaluates no property, but closes the object here.
+            raise UnusableSchema("`propertyNames` cannot be kept to within `unevaluatedProperties`", place)
         if said.get("unevaluatedProperties", True) is False:
             closing = _Closing(is_asked_for=True)
         inner = self._inner_closing(said, place, closing)
@@ -152,7 +155,7 @@ class _Rewriter:
         for keyword, value in said.items():
             where = f"{place}/{escaped(keyword)}"
             if keyword in _IN_PLACE:
-                closes = keyword == _options_key(said) or (keyword == "$ref" and _is_reference(said))
+                closes = keyword == _closing_keyword(said)
                 self._add_in_place(made, said, keyword, Part(value, place), inner if closes else None, depth)
             elif keyword == "pattern" and isinstance(value, str):
                 self._add_patterns(made, value, where)
@@ -174,21 +177,19 @@ class _Rewriter:
             "items": "prefixItems" if has_first_items else "items",
         }.get(keyword, keyword)
         value, place = part.schema, part.place
-        if new_keyword in _NAMED and isinstance(value, Mapping):
+        if new_keyword in _NAMED:
             made[new_keyword] = {
                 _plain_name(name, new_keyword): self._schema(
                     each, f"{place}/{escaped(name)}", _Closing(), depth + 1
                 )
                 for name, each in value.items()
             }
-        elif new_keyword == "prefixItems" and isinstance(value, list):
+        elif new_keyword == "prefixItems":
             made[new_keyword] = [
                 self._schema(each, f"{place}/{i}", _Closing(), depth + 1) for i, each in enumerate(value)
             ]
         elif new_keyword in ("items", "additionalProperties"):
             made[new_keyword] = self._schema(value, place, _Closing(), depth + 1)
-        elif new_keyword in (*_NAMED, "prefixItems"):
-            made[new_keyword] = value  # llguidance says what it should have been
 
     def _count(self, place: str) -> None:
         self._part_count += 1
@@ -198,6 +199,7 @@ class _Rewriter:
     def _plain(self, schema: Mapping[str, Any], place: str) -> Object | None:
         """Return a schema without what can be said in plainer keywords; None where nothing matches it."""
         said = dict(schema)
+        _check_shapes(said, place)
         for keyword in _REFUSED & set(said):
             self._check_refused(said, keyword, place)
         if "not" in said:
@@ -294,15 +296,16 @@ class _Rewriter:
         if keyword == "$ref":
             made[keyword] = self._reference(value, part.place, closing)
             return
-        if not isinstance(value, list):
-            made[keyword] = value
-            return
         parts = [self._schema(each, f"{where}/{i}", closing, depth + 1) for i, each in enumerate(value)]
         if keyword == "oneOf":
             outer = None if closing is None or closing.patterns else closing.names
             options = [Part(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
-            if self._alternatives.exclude_each_other(options):
-                keyword = "anyOf"
+            if not self._alternatives.exclude_each_other(options):
+                raise UnusableSchema(
+                    "alternatives of `oneOf` may match the same value; use anyOf, or those of which no two can",
+                    where,
+                )
+            keyword = "anyOf"
         if keyword == "allOf" or (keyword == "anyOf" and "anyOf" in said and value is not said["anyOf"]):
             parts = parts if keyword == "allOf" else [{keyword: parts}]
             made["allOf"] = [*made.get("allOf", []), *parts]
@@ -329,18 +332,14 @@ class _Rewriter:
         """Return how what applies in place is closed: None where that is done around it, or not at all."""
         if closing is None or not set(_IN_PLACE) & set(said) or "additionalProperties" in said:
             return None
-        key = _options_key(said)
+        key = _closing_keyword(said)
         base = self._known({k: v for k, v in said.items() if k != key}, place)
         _check_unconditional(base, closing, place)
-        if base.is_open:
-            return None
-        if key is not None:
-            return closing.with_known(base)
-        return closing if _is_reference(said) else None
+        return None if base.is_open or key is None else closing.with_known(base)
 
     def _closed(self, made: Object, said: Object, place: str, closing: _Closing | None) -> Object:
         """Return a schema with the properties closed that it leaves open, unless its alternatives do that."""
-        if closing is None or "additionalProperties" in said or _options_key(said) or _is_reference(said):
+        if closing is None or "additionalProperties" in said or _closing_keyword(said) is not None:
             return made
         known = self._known(said, place)
         _check_unconditional(known, closing, place)
@@ -356,11 +355,9 @@ class _Rewriter:
         if set(_IN_PLACE) & set(made):
             return {**made, "allOf": [*made.get("allOf", []), {**rest, "additionalProperties": False}]}
         for keyword, allowed in rest.items():
-            if isinstance(made.get(keyword, {}), Mapping):
-                made[keyword] = {
-                    **made.get(keyword, {}),
-                    **{k: True for k in allowed if k not in made.get(keyword, {})},
-                }
+            named = made.get(keyword, {})
+            if allowed:
+                made[keyword] = {**named, **{name: True for name in allowed if name not in named}}
         return {**made, "additionalProperties": False}
 
     def _known(self, schema: Any, place: str) -> _Known:
@@ -400,6 +397,16 @@ def _is_beyond(keyword: str, bound: Any, said: Object) -> bool:
     return bound * _BOUNDS[keyword] > limit
 
 
+def _check_shapes(said: Object, place: str) -> None:
+    for keywords, shape, words in (
+        (_NAMED, Mapping, "an object of schemas"),
+        (("allOf", "anyOf", "oneOf", "prefixItems"), list, "a list of schemas"),
+    ):
+        for keyword in keywords:
+            if keyword in said and not isinstance(said[keyword], shape):
+                raise UnusableSchema(f"`{keyword}` must be {words}", f"{place}/{keyword}")
+
+
 def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
     if closing.is_asked_for and known.is_conditional:
         raise UnusableSchema(
@@ -407,14 +414,14 @@ def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
         )
 
 
-def _options_key(said: Object) -> str | None:
-    """Return the keyword of the alternatives that each are closed by themselves."""
-    return next((key for key in ("anyOf", "oneOf") if isinstance(said.get(key), list)), None)
-
-
-def _is_reference(said: Object) -> bool:
-    """Return whether all that a schema says is a reference."""
-    return "$ref" in said and not set(said) & {*_NAMED, "required", "allOf", "anyOf", "oneOf"}
+def _closing_keyword(said: Object) -> str | None:
+    """Return the keyword whose schemas are closed each by itself; None where the whole is, or nothing."""
+    key = next((key for key in ("anyOf", "oneOf") if isinstance(said.get(key), list)), None)
+    if key is not None or {*_NAMED, "required"} & set(said):
+        return key
+    # A reference that stands alone stays alone: llguidance refuses one within itself beside other keywords.
+    alone = [key for key in ("$ref", "allOf") if key in said]
+    return alone[0] if len(alone) == 1 and (alone[0] == "$ref" or len(_list(said, "allOf")) == 1) else None
 
 
 def _plain_name(name: str, keyword: str) -> str:

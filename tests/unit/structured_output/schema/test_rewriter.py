@@ -64,6 +64,13 @@ TAKEN: list[tuple[str, Any, list[str], list[str]]] = [
         ['{"p": {"a": 1, "b": 2}}', '{"q": {"a": 1, "b": 2, "z": 3}}'],
     ),
     ("recursive", {"$ref": "#/$defs/N", "$defs": {"N": NODE}}, ['{"n": {"n": {}}}'], ['{"n": {"z": 1}}']),
+    (
+        "recursive by pydantic 2.8",
+        {"type": "object", "properties": {"n": {"allOf": [{"$ref": "#"}], "default": {}, "title": "N"}}},
+        ['{"n": {"n": {}}}'],
+        ['{"n": {"z": 1}}'],
+    ),
+    ("nullable", {"type": ["string", "null"], "format": "uuid4"}, ["null"], ['"a"']),
     # What was evaluated nowhere.
     ("unevaluated", {**A, "unevaluatedProperties": False}, ['{"a": 1}'], ['{"a": 1, "z": 1}']),
     (
@@ -99,6 +106,12 @@ TAKEN: list[tuple[str, Any, list[str], list[str]]] = [
         {"prefixItems": [A], "unevaluatedItems": False, "type": "array"},
         ["[]"],
         ["[{}, 1]"],
+    ),
+    (
+        "unevaluated within one",
+        {"allOf": [{"anyOf": [A, B]}], "unevaluatedProperties": False},
+        ['{"a": 1}', '{"b": 1}'],
+        ['{"a": 1, "b": 1}', '{"a": 1, "z": 1}'],
     ),
     # Alternatives of which no two can match.
     ("tags", {"oneOf": [TAG_A, TAG_B]}, ['{"k": "a"}', '{"k": "c", "y": null}'], ['{"k": "a", "y": null}']),
@@ -180,6 +193,11 @@ def test_a_schema_takes_what_it_says_and_nothing_else(schema: Any, good: list[st
 
 
 REFUSED: list[tuple[Any, str, str]] = [
+    (
+        {"anyOf": [A, {"propertyNames": {"enum": ["a"]}}], "unevaluatedProperties": False},
+        "/anyOf/1",
+        "propertyNames",
+    ),
     ({"properties": {"a/b": {"not": {"type": "null"}}}}, "/properties/a~1b/not", "not"),
     ({"if": A, "then": B}, "/if", "if"),
     ({"items": {"contains": A}}, "/items/contains", "contains"),
@@ -193,7 +211,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ),
     ({"allOf": [A], "unevaluatedProperties": A}, "/unevaluatedProperties", "true or false"),
     (
-        {"allOf": [{"anyOf": [A, B]}], "unevaluatedProperties": False},
+        {"allOf": [{"anyOf": [A, B]}, A], "unevaluatedProperties": False},
         "/",
         "alternatives",
     ),
@@ -215,6 +233,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "other.json#/a"}, "/$ref", "another document"),
     ({"$ref": "file:///etc/passwd"}, "/$ref", "another document"),
     ({"$ref": ["#"]}, "/$ref", "string"),
+    ({"items": {"allOf": None}}, "/items/allOf", "must be a list of schemas"),
+    ({"properties": [A]}, "/properties", "must be an object of schemas"),
 ]
 
 
@@ -311,7 +331,8 @@ def test_many_names_of_one_large_value_cost_its_size_once() -> None:
 def test_many_tagged_alternatives_are_told_apart_by_their_tag() -> None:
     options = [{**TAG_A, "properties": {"k": {"const": f"c{i}"}}} for i in range(300)]
     assert "anyOf" in rewritten({"oneOf": options}).schema
-    assert "oneOf" in rewritten({"oneOf": [*options, {**TAG_A, "properties": {"k": {"const": "c7"}}}]}).schema
+    with pytest.raises(UnusableSchema, match="use anyOf"):
+        rewritten({"oneOf": [*options, {**TAG_A, "properties": {"k": {"const": "c7"}}}]})
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, A]}])
@@ -319,12 +340,20 @@ def test_a_schema_that_is_itself_comes_to_an_end(schema: Any) -> None:
     assert rewritten(schema).schema
 
 
-def test_alternatives_that_overlap_stay_as_they_are() -> None:
-    for options in (
-        [A, {**B, **FREE}],
-        [{"type": "integer"}, {"type": "number"}],
-        [A, {"$ref": "#/oneOf/0"}],
-    ):
-        assert "oneOf" in rewritten({"oneOf": options}).schema
-    # Beside a part that names `b`, the first one may have it.
-    assert "oneOf" in rewritten({"properties": {"a": True, "b": True}, "oneOf": [A, B]}).schema
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [A, {**B, **FREE}]},
+        {"oneOf": [A, True]},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"oneOf": [A, {"$ref": "#/oneOf/0"}]},
+        # Beside a part that names `b`, the first one may have it.
+        {"properties": {"a": True, "b": True}, "oneOf": [A, B]},
+        {"allOf": [{"oneOf": [A, B]}, {}]},
+    ],
+    ids=str,
+)
+def test_alternatives_that_may_overlap_are_refused(schema: Any) -> None:
+    with pytest.raises(UnusableSchema, match="use anyOf") as refused:
+        rewritten(schema)
+    assert refused.value.place.endswith("/oneOf")

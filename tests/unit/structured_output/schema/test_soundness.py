@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from icehouse_server.structured_output.schema.references import UnusableSchema
 from icehouse_server.structured_output.schema.rewriter import rewritten
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.fixtures.schemas.held import held
 
@@ -85,3 +86,53 @@ def test_what_a_grammar_takes_validates_against_the_schema(schema: Any) -> None:
     event(f"takes {min(len(taken), 3)}")
     validator = Draft202012Validator(schema)
     assert [value for value in taken if not validator.is_valid(value)] == []
+
+
+_KEYWORDS = (
+    *("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"),
+    *("propertyNames", "allOf", "anyOf", "oneOf", "not", "$ref", "items", "prefixItems", "additionalItems"),
+    *(
+        "unevaluatedItems",
+        "contains",
+        "minContains",
+        "if",
+        "then",
+        "enum",
+        "const",
+        "format",
+        "pattern",
+        "$id",
+    ),
+    *(
+        "minLength",
+        "maximum",
+        "exclusiveMinimum",
+        "multipleOf",
+        "uniqueItems",
+        "$anchor",
+        "$defs",
+        "dependencies",
+    ),
+)
+_JUNK = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, -1, 2.5, 1e30, "", "a", "#", "#/$defs/a", "object", "uuid", "^(?=a)b", "("]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYWORDS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(_KEYWORDS), _JUNK, max_size=6))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_no_schema_is_refused_or_left_to_llguidance(schema: Any) -> None:
+    try:
+        new = rewritten(schema)
+    except UnusableSchema as error:
+        assert error.place.startswith("/") and error.detail
+        return
+    source = LLMatcher.grammar_from_json_schema(json.dumps(new.schema))
+    message = LLMatcher(LLTokenizer("byte"), source, log_level=0).get_error()
+    event("refused" if message else "taken")
