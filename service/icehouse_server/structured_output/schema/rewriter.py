@@ -191,8 +191,8 @@ class _Rewriter:
         elif new_keyword in ("items", "additionalProperties"):
             made[new_keyword] = self._schema(value, place, _Closing(), depth + 1)
 
-    def _count(self, place: str) -> None:
-        self._part_count += 1
+    def _count(self, place: str, count: int = 1) -> None:
+        self._part_count += count
         if self._part_count > _PART_LIMIT:
             raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", place)
 
@@ -302,7 +302,7 @@ class _Rewriter:
             options = [Part(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
             if not self._alternatives.exclude_each_other(options):
                 raise UnusableSchema(
-                    "alternatives of `oneOf` may match the same value; use anyOf, or those of which no two can",
+                    "alternatives of `oneOf` may match the same value: use anyOf, or others",
                     where,
                 )
             keyword = "anyOf"
@@ -352,6 +352,7 @@ class _Rewriter:
             _NAMED[0]: dict.fromkeys((*known.names_for(closing), *sorted(closing.names)), True),
             _NAMED[1]: dict.fromkeys(patterns, True),
         }
+        self._count(place, len(closing.names) + len(closing.patterns))
         if set(_IN_PLACE) & set(made):
             return {**made, "allOf": [*made.get("allOf", []), {**rest, "additionalProperties": False}]}
         for keyword, allowed in rest.items():

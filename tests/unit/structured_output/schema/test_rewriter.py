@@ -319,6 +319,13 @@ def test_a_schema_that_grows_without_end_is_refused() -> None:
         rewritten({"$ref": "#/$defs/d0", "$defs": definitions})
 
 
+def test_many_alternatives_beside_many_properties_are_refused() -> None:
+    names = {f"p{i}": True for i in range(1000)}
+    assert rewritten({"properties": names, "anyOf": [{"required": ["p1"]}] * 20}).schema
+    with pytest.raises(UnusableSchema, match="more than 50000"):
+        rewritten({"properties": names, "anyOf": [{"required": ["p1"]}] * 1000})
+
+
 def test_many_names_of_one_large_value_cost_its_size_once() -> None:
     schema: Any = {"type": "integer"}
     for _ in range(6):
