@@ -23,6 +23,7 @@ ROOMS = (
     "demo",
     "text",
     "vision",
+    "structured_output.schema",
     "structured_output",
     "storage.encryption",
     "storage",

@@ -151,6 +151,11 @@ class Constraint(Protocol):
 class Grammar(Protocol):
     """A form ready for use. Never changes; any number of sequences on any thread may start from it."""
 
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of the form's schemas that outputs are not held to, by their JSON pointers."""
+        ...
+
     def start(self) -> Constraint:
         """Return a constraint at the beginning of an output, owned by the caller's thread."""
         ...

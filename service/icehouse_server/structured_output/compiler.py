@@ -36,7 +36,8 @@ from icehouse_server.structured_output.error_location import (
     schema_mistake,
 )
 from icehouse_server.structured_output.matcher import CompiledGrammar
-from icehouse_server.structured_output.source import grammar_source
+from icehouse_server.structured_output.schema.references import UnusableSchema
+from icehouse_server.structured_output.source import grammar_source, unenforced
 from icehouse_server.structured_output.trial import Trial, TrialSetup
 
 STACK_BYTES_PER_BYTE = 4096
@@ -47,6 +48,8 @@ _LEAST_STACK_BYTES = 16 << 20
 
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 """A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
+
+_TOO_DEEP = "it is nested too deeply"
 
 _FIELDS: dict[type[ResponseFormat], str] = {
     JsonSchema: "response_format.json_schema",
@@ -174,23 +177,35 @@ class GrammarCompiler:
             for index, tag in enumerate(form.tags):
                 # A whole of many parts could not tell which of them is wrong.
                 self._compile_tag(tag.schema, field=tag.field or f"{field}[{index}]")
-        try:
-            source = grammar_source(form, pieces=self._pieces)
-        except ValueError as error:
-            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
-            raise _invalid(Mistake(str(error), ""), field=field) from error
-        matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(vocabulary, self._source(form, field=field), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _invalid(self._mistake(form, matcher.get_error()), field=field)
         _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
-        return CompiledGrammar(matcher, executor=executor, vocabulary_size=vocabulary.vocab_size)
+        return CompiledGrammar(
+            matcher,
+            executor=executor,
+            vocabulary_size=vocabulary.vocab_size,
+            unenforced=unenforced(form),
+        )
 
     def _compile_tag(self, schema: str, *, field: str) -> None:
         parsed = _read_schema(schema, field=field)
         check_multiples(parsed, field=field)
-        message = self._complaint(parsed)
+        source = self._source(JsonSchema(schema), field=field)
+        message = LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
         if message:
             raise _invalid(schema_mistake(parsed, message, complain=self._complaint), field=field)
+
+    def _source(self, form: ResponseFormat, *, field: str) -> str:
+        try:
+            return grammar_source(form, pieces=self._pieces)
+        except UnusableSchema as error:
+            raise _invalid(Mistake(error.detail, error.place), field=field) from error
+        except ValueError as error:
+            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+            raise _invalid(Mistake(str(error), ""), field=field) from error
+        except RecursionError as error:
+            raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):
@@ -201,7 +216,7 @@ class GrammarCompiler:
         """Return what is wrong with a schema, "" when nothing is."""
         try:
             source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return str(error)
         return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
 
@@ -249,7 +264,7 @@ def _read_schema(schema: str, *, field: str) -> Any:
         place = f"line {error.lineno}, column {error.colno}"
         raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
     except RecursionError as error:
-        raise _invalid(Mistake("it is nested too deeply", ""), field=field) from error
+        raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
     except ValueError as error:
         # A number of more digits than Python reads.
         raise _invalid(Mistake("a number in it has too many digits", ""), field=field) from error

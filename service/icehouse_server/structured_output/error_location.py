@@ -6,38 +6,31 @@ place is found by asking about ever smaller parts of it.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
+
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_DEFINITION = "\n  while processing "
 _REGEX_INDENT = 4
 """Spaces that regex-syntax puts before the pattern it shows."""
 _DETAIL_LENGTH_LIMIT = 240
-_PROBE_LIMIT = 500
-"""Most parts of a schema to ask about; each takes some 0.1 ms."""
+_PROBE_BYTES = 1 << 20
+"""How much text of parts of a schema to ask about; 1 MiB takes 2 s."""
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SHARED = frozenset({"$ref", "$defs", "definitions"})
+"""What a part has in common with others."""
+_MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLES = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "contains",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-)
-_WORDING = {
-    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "use anyOf, or alternatives of which "
-    "no two can match the same value"
-}
+_SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,37 +65,69 @@ def regex_mistake(message: str) -> Mistake:
 
 
 def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
-    """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole."""
-    shared = _definitions(schema)
-    pointer, part, probe_count = "", schema, 0
-    seen: set[str] = set()
-    while pointer not in seen:
-        seen.add(pointer)
-        for child_pointer, child in _parts(schema, part, pointer):
-            probe_count += 1
-            if probe_count > _PROBE_LIMIT:
-                break
-            probe = {**shared, **child} if isinstance(child, Mapping) else child
-            if complain(probe) == message:
-                pointer, part = child_pointer, child
-                break
-    return Mistake(_one_line(message), pointer or "/")
+    """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole.
+
+    Parts are asked about without what they refer to; a mistake that no part has by itself is the whole's.
+    """
+    message = _without_definition(message)
+    byte_count = 0
+
+    def has_it(part: Any) -> bool:
+        nonlocal byte_count
+        if byte_count > _PROBE_BYTES:
+            return False
+        try:
+            probe = _without_references(part)
+            byte_count += len(json.dumps(probe))
+        except RecursionError:
+            return False  # data nested deeper than Python's stack
+        return _without_definition(complain(probe)) == message
+
+    found = next((whole for whole in _wholes(schema) if has_it(whole[1])), None)
+    place = ""
+    while found is not None:
+        place, part = found
+        children = ((place + step, child) for step, child in _children(part))
+        found = next((child for child in children if has_it(child[1])), None)
+    return Mistake(_one_line(message), place or "/")
 
 
-def _parts(root: Any, part: Any, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a part is made of: its own subschemas, then what it refers to."""
-    yield from ((pointer + step, child) for step, child in _children(part))
-    reference = part.get("$ref") if isinstance(part, Mapping) else None
-    for key in ("$defs", "definitions"):
-        name = str(reference).removeprefix(f"#/{key}/")
-        if name != reference and isinstance(root, Mapping) and name in root.get(key, {}):
-            yield f"/{key}/{name}", root[key][name]
+def _without_definition(message: str) -> str:
+    """Return a message without the definition that llguidance was at, which is named by the server."""
+    return message.partition(_DEFINITION)[0]
 
 
-def _definitions(schema: Any) -> dict[str, Any]:
+def _wholes(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a schema and what it refers to, with their places."""
+    references = References(schema)
+    remaining, seen = collections.deque([("", schema)]), {""}
+    while remaining:
+        place, whole = remaining.popleft()
+        yield place, whole
+        for reference in _references(whole):
+            with contextlib.suppress(UnusableSchema):
+                target = references.target(reference, place)
+                if target[0] not in seen:
+                    seen.add(target[0])
+                    remaining.append(target)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    remaining = [schema]
+    while remaining:
+        part = remaining.pop()
+        if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        remaining += [child for _, child in _children(part)]
+
+
+def _without_references(schema: Any) -> Any:
+    """Return a schema as if all that it refers to were allowed."""
+    if isinstance(schema, list):
+        return [_without_references(each) for each in schema]
     if not isinstance(schema, Mapping):
-        return {}
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return schema
+    return {key: _without_references(value) for key, value in schema.items() if key not in _SHARED}
 
 
 def _children(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -110,7 +135,7 @@ def _children(schema: Any) -> Iterator[tuple[str, Any]]:
         return
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
-            yield from ((f"/{key}/{_escaped(name)}", child) for name, child in schema[key].items())
+            yield from ((f"/{key}/{escaped(name)}", child) for name, child in schema[key].items())
     for key in _LISTS:
         if isinstance(schema.get(key), list):
             yield from ((f"/{key}/{index}", child) for index, child in enumerate(schema[key]))
@@ -119,13 +144,6 @@ def _children(schema: Any) -> Iterator[tuple[str, Any]]:
             yield f"/{key}", schema[key]
 
 
-def _escaped(name: str) -> str:
-    """Write a name as RFC 6901 wants it in a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
 def _one_line(message: str) -> str:
-    for theirs, ours in _WORDING.items():
-        message = message.replace(theirs, ours)
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= _DETAIL_LENGTH_LIMIT else text[: _DETAIL_LENGTH_LIMIT - 1] + "…"

@@ -24,10 +24,18 @@ Mask = npt.NDArray[np.uint32]
 class CompiledGrammar:
     """A grammar whose first step has been computed once, so that every output starts warm."""
 
-    def __init__(self, matcher: LLMatcher, *, executor: LLExecutor, vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        executor: LLExecutor,
+        vocabulary_size: int,
+        unenforced: tuple[str, ...] = (),
+    ) -> None:
         self._matcher = matcher
         self._executor = executor
         self._vocabulary_size = vocabulary_size
+        self.unenforced = unenforced
 
     def start(self) -> MatcherConstraint:
         """Return a constraint at the beginning of an output; copying takes some 40 microseconds."""

@@ -52,6 +52,11 @@ class ReasoningBudget:
         return ReasoningConstraint(self)
 
     @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of the form's schemas that outputs are not held to."""
+        return () if self.form is None else self.form.unenforced
+
+    @property
     def may_begin_reasoning(self) -> bool:
         """Whether an answer with a form may be preceded by reasoning that the output itself begins."""
         return bool(self.token_limit) and bool(self.reasoning.start_token_ids)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from llguidance import LLMatcher
 
@@ -18,21 +18,31 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
     TaggedJson,
 )
+from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
 """Cuts a text into the special tokens it spells and the text between them."""
 
-_OWN_OPTIONS_KEY = "x-guidance"
-"""llguidance lets a schema change how it is read; an output might then not validate against it."""
+UNENFORCED_LIMIT = 32
+"""Most keywords to tell of."""
+_PLACE_LENGTH = 256
+_OPTIONS_KEY = "x-guidance"
+_WHITE_SPACE = r" |\n[ \t]{0,32}"
+"""Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
 
 
 def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
-    """Return the grammar of a form whose JSON has been read once already."""
+    """Return the grammar of a form whose JSON has been read once already.
+
+    Raises UnusableSchema, and ValueError for what Python takes for JSON and llguidance does not.
+    """
     match form:
         case JsonSchema():
-            return _json_source(form.schema, is_compact=form.is_compact)
+            schema = _held(form.schema, is_compact=form.is_compact)
+            return LLMatcher.grammar_from_json_schema(schema)
         case JsonObject():
-            return _json_source('{"type":"object"}', is_compact=form.is_compact)
+            schema = _held('{"type":"object"}', is_compact=form.is_compact)
+            return LLMatcher.grammar_from_json_schema(schema)
         case Regex():
             return LLMatcher.grammar_from_regex(form.pattern)
         case LarkGrammar():
@@ -43,20 +53,28 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
             return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
 
 
-def _as_object(schema: str) -> str:
-    """Return a schema's text as an object without llguidance's own key; unchanged where it is one."""
-    parsed: Any = json.loads(schema)
-    if isinstance(parsed, bool):
-        return "{}" if parsed else '{"allOf":[false]}'
-    if _OWN_OPTIONS_KEY not in parsed:
-        return schema
-    del parsed[_OWN_OPTIONS_KEY]
-    return json.dumps(parsed)
+def unenforced(form: ResponseFormat) -> tuple[str, ...]:
+    """Return the keywords of a form's schemas that outputs are not held to, by their JSON pointers.
+
+    Those of a tool's schema follow the field it is in. Only the first ones are told.
+    """
+    match form:
+        case JsonSchema():
+            places: Iterable[str] = rewritten(json.loads(form.schema)).unenforced
+        case TaggedJson():
+            places = (
+                f"{tag.field}{p}" for tag in form.tags for p in rewritten(json.loads(tag.schema)).unenforced
+            )
+        case _:
+            places = ()
+    first = itertools.islice(places, UNENFORCED_LIMIT)
+    return tuple(p if len(p) <= _PLACE_LENGTH else f"…{p[1 - _PLACE_LENGTH :]}" for p in first)
 
 
-def _json_source(schema: str, *, is_compact: bool) -> str:
-    options: dict[str, Any] = {"whitespace_flexible": not is_compact}
-    return LLMatcher.grammar_from_json_schema(_as_object(schema), overrides=options)  # type: ignore[arg-type]
+def _held(schema: str, *, is_compact: bool = False) -> str:
+    """Return a schema's text as llguidance takes it, with the white space that an output may have."""
+    options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
+    return json.dumps({**rewritten(json.loads(schema)).schema, _OPTIONS_KEY: options}, allow_nan=False)
 
 
 def _choice_lark(texts: Iterable[str]) -> str:
@@ -125,7 +143,7 @@ def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
     rest = " ".join(
         [
             *(_literal(piece) for piece in begin[1:]),
-            f"%json {_as_object(item.schema)}",
+            f"%json {_held(item.schema)}",
             *_literals(item.end, pieces),
         ]
     )
@@ -135,7 +153,7 @@ def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
 
 
 def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
-    parts = [*_literals(begin, pieces), f"%json {_as_object(item.schema)}", *_literals(item.end, pieces)]
+    parts = [*_literals(begin, pieces), f"%json {_held(item.schema)}", *_literals(item.end, pieces)]
     return " ".join(parts)
 
 

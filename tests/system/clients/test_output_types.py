@@ -22,14 +22,12 @@ from icehouse_server.domain.events import FinishReason as EngineFinishReason
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.response_format import JsonObject, JsonSchema
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from tests.fixtures.rpc.fake_engine import started, usage_of
+from tests.fixtures.schemas.held import held
 from tests.system.clients.test_python_client import threaded
 from tests.unit.rpc.conftest import RunningServer
-
-BYTES = LLTokenizer("byte")
 
 
 class Coast(enum.Enum):
@@ -99,10 +97,7 @@ VALUES = [
 
 def is_held(text: str, schema: Mapping[str, Any]) -> bool:
     """Return whether the server's grammar of a schema lets a text through."""
-    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = BYTES.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return held(schema).takes(text)
 
 
 @pytest.mark.parametrize(("text", "output_type"), VALUES)
@@ -214,6 +209,18 @@ async def test_an_output_is_held_to_the_types_schema_and_read_into_it(served: Ru
     await threaded(served, use)
     form = JsonSchema(json.dumps(schema_of(Place)))
     assert served.grammars.compiled == [form, form, JsonObject()], "a form of the caller's own is kept"
+
+
+async def test_the_reply_tells_what_of_the_schema_was_not_enforced(served: RunningServer) -> None:
+    def use(client: Client) -> None:
+        form = formats.json_schema(schema_of(set[int]))
+        with client.stream("Hi", response_format=form) as stream:
+            list(stream)
+        for told in (client.generate("Hi", response_format=form), stream.reply, stream.started):
+            assert told is not None and told.unenforced_keywords == ("/a/uniqueItems",)
+        assert client.generate("Hi").unenforced_keywords == ()
+
+    await threaded(served, use)
 
 
 async def test_also_on_an_event_loop(served: RunningServer) -> None:

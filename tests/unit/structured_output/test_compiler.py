@@ -102,6 +102,7 @@ TAKEN = [
     (LarkGrammar('start: "a" start "b" | "ab"'), ["ab", "aabb"], ["aab", "b"]),
     (Choice(("yes", "no", "no way", 'q"\\\n', "🧊")), ["yes", "no", "no way", 'q"\\\n', "🧊"], ["ye", "now"]),
     (TaggedJson((CALL,)), ['<call>{"x":1}</call>'], ['<call>{"x":1}</call><call>{"x":1}</call>', "<call>"]),
+    (TaggedJson((CALL,)), ['<call>{"x": 1}</call>'], ['<call>{"x": 1, "description": "made up"}</call>']),
     (TaggedJson((CALL, TURN), may_repeat=True), ['<call>{"x":1}</call>\n<|im_start|>run 7<pad>'], ["hi"]),
     (
         TaggedJson((CALL, TURN), may_begin_with_text=True),
@@ -207,24 +208,52 @@ def test_a_sentencepiece_vocabulary_spells_bytes() -> None:
     assert built.decode(drawn) == "the 🧊"
 
 
+CHAIN = JsonSchema(
+    json.dumps(
+        {
+            "properties": {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(300)},
+            "$defs": {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(299)}
+            | {"d299": {"items": {"pattern": "("}}},
+        }
+    )
+)
+"""A mistake that is far from the beginning."""
+NAMES = JsonSchema('{"propertyNames":{"$ref":"#/$defs/n"},"$defs":{"n":{"anyOf":[{"$ref":"#/$defs/n"}]}}}')
 MISTAKES = [
     (JsonSchema('{"type":'), "line 1, column 9", "not JSON"),
     (JsonSchema("[1]"), "/", "an object, true or false"),
     (JsonSchema("[" * 5000), "", "nested too deeply"),
     (JsonSchema('{"type":"strin"}'), "/", "strin"),
     (JsonSchema('{"properties":{"a/b":{"items":{"type":"strin"}}}}'), "/properties/a~1b/items", "strin"),
-    (JsonSchema('{"anyOf":[{"type":"null"},{"uniqueItems":true}]}'), "/anyOf/1", "uniqueItems"),
+    (JsonSchema('{"anyOf":[{"type":"null"},{"contains":{"type":"null"}}]}'), "/anyOf/1/contains", "contains"),
     (
-        JsonSchema('{"$ref":"#/$defs/t","$defs":{"t":{"items":{"$ref":"#/$defs/u"}},"u":{"format":"x"}}}'),
+        JsonSchema('{"$ref":"#/$defs/t","$defs":{"t":{"items":{"$ref":"#/$defs/u"}},"u":{"pattern":"("}}}'),
         "/$defs/u",
-        "format",
+        "unclosed group",
     ),
-    (JsonSchema('{"properties":{"a":{"$ref":"#/$defs/none"}}}'), "/properties/a", "none"),
-    (JsonSchema('{"$ref":"https://x.example/y"}'), "/", "x.example"),
-    (JsonSchema('{"x-guidance":{"lenient":true},"not":{}}'), "/", "not"),
-    (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/", "use anyOf"),
+    (JsonSchema('{"properties":{"a":{"$ref":"#/$defs/none"}}}'), "/properties/a/$ref", "none"),
+    (
+        JsonSchema('{"properties":{"a b":{"$ref":"#/$defs/c%20d"}},"$defs":{"c d":{"type":"x"}}}'),
+        "/$defs/c d",
+        "x",
+    ),
+    (JsonSchema('{"$ref":"https://x.example/y"}'), "/$ref", "x.example"),
+    (JsonSchema('{"x-guidance":{"lenient":true},"not":{"type":"null"}}'), "/not", "cannot be kept to"),
+    (JsonSchema('{"not":{}}'), "/", "Unsatisfiable"),
+    (JsonSchema('{"const":1e999}'), "", "Out of range"),
+    (JsonSchema('{"const":"\\ud800"}'), "/", "hex escape"),
+    (JsonSchema('{"items":' * 200 + "true" + "}" * 200), "/items" * 129, "nested more than 128 deep"),
+    (JsonSchema('{"oneOf":[{"type":"integer"},{"type":"number"}]}'), "/oneOf", "use anyOf"),
     (JsonSchema('{"type":"string","pattern":"("}'), "/", "unclosed group"),
     (JsonSchema("false"), "/", "Unsatisfiable"),
+    (JsonSchema('{"enum":' + "[" * 900 + "]" * 900 + "}"), "/", "recursion limit"),
+    (CHAIN, "/$defs/d299/items", "unclosed group"),
+    (
+        JsonSchema('{"allOf":[{"type":"null"},{"$ref":"#/$defs/n"}],"$defs":{"n":{"enum":[2]}}}'),
+        "/",
+        "Unsatisf",
+    ),
+    (NAMES, "/$defs/n", "within each other"),
     (Regex("a(b"), "column 2", "unclosed group"),
     (Regex("a(?=b)"), "column 2", "look-around"),
     (Regex("[^\\s\\S]"), "", "no text can match"),
@@ -236,6 +265,7 @@ MISTAKES = [
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
+    (TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))), "/items/not", "cannot be kept"),
 ]
 
 

@@ -146,6 +146,8 @@ class Reply(Completion):
     """When the request reached the server, by its clock, in UTC."""
     system_fingerprint: str
     """Changes when the same request may give another output."""
+    unenforced_keywords: tuple[str, ...] = ()
+    """JSON pointers of what of the schema the output was not held to, such as `uniqueItems`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completions: tuple[Completion, ...] = ()
 
@@ -164,6 +166,7 @@ class Started:
     system_fingerprint: str
     max_output_tokens: int = 0
     """What was asked for, or less where the server's limit or the context is less; 0 of an older server."""
+    unenforced_keywords: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,6 +187,7 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         model=response.model,
         create_time=response.create_time.ToDatetime(datetime.UTC),
         system_fingerprint=response.system_fingerprint,
+        unenforced_keywords=tuple(response.unenforced_keywords),
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
     )
 
@@ -197,6 +201,7 @@ def reply_of(
     model: str,
     create_time: datetime.datetime,
     system_fingerprint: str,
+    unenforced_keywords: tuple[str, ...],
     prompt_logprobs: tuple[TokenLogprobs, ...],
 ) -> Reply:
     """Return an answer whose own output is `first`."""
@@ -207,6 +212,7 @@ def reply_of(
         model=model,
         create_time=create_time,
         system_fingerprint=system_fingerprint,
+        unenforced_keywords=unenforced_keywords,
         prompt_logprobs=prompt_logprobs,
         completions=completions,
     )
@@ -247,6 +253,7 @@ def started_from(started: inference.Started) -> Started:
         create_time=started.create_time.ToDatetime(datetime.UTC),
         system_fingerprint=started.system_fingerprint,
         max_output_tokens=started.max_output_tokens,
+        unenforced_keywords=tuple(started.unenforced_keywords),
     )
 
 

@@ -63,6 +63,7 @@ class StreamSum:
             model=started.model,
             create_time=started.create_time,
             system_fingerprint=started.system_fingerprint,
+            unenforced_keywords=started.unenforced_keywords,
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 

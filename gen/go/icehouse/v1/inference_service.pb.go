@@ -382,6 +382,10 @@ type GenerateResponse struct {
 	// Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
 	// the server's limit or the model's context is less.
 	MaxOutputTokens int32 `protobuf:"varint,18,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
+	// Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+	// to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+	// "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+	UnenforcedKeywords []string `protobuf:"bytes,19,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
 	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
 	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -544,6 +548,13 @@ func (x *GenerateResponse) GetMaxOutputTokens() int32 {
 	return 0
 }
 
+func (x *GenerateResponse) GetUnenforcedKeywords() []string {
+	if x != nil {
+		return x.UnenforcedKeywords
+	}
+	return nil
+}
+
 func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
 	if x != nil {
 		return x.MalformedToolCalls
@@ -694,8 +705,10 @@ type Started struct {
 	SystemFingerprint string `protobuf:"bytes,8,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
 	// As `max_output_tokens` of GenerateResponse.
 	MaxOutputTokens int32 `protobuf:"varint,9,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// As `unenforced_keywords` of GenerateResponse.
+	UnenforcedKeywords []string `protobuf:"bytes,10,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -789,6 +802,13 @@ func (x *Started) GetMaxOutputTokens() int32 {
 		return x.MaxOutputTokens
 	}
 	return 0
+}
+
+func (x *Started) GetUnenforcedKeywords() []string {
+	if x != nil {
+		return x.UnenforcedKeywords
+	}
+	return nil
 }
 
 // How far the prompt is computed.
@@ -1531,7 +1551,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIds\x125\n" +
 	"\x14max_reasoning_tokens\x18\x14 \x01(\x05H\x01R\x12maxReasoningTokens\x88\x01\x01B\b\n" +
 	"\x06promptB\x17\n" +
-	"\x15_max_reasoning_tokens\"\x8d\a\n" +
+	"\x15_max_reasoning_tokens\"\xbe\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1555,7 +1575,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\vcreate_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
 	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12*\n" +
-	"\x11max_output_tokens\x18\x12 \x01(\x05R\x0fmaxOutputTokens\x12P\n" +
+	"\x11max_output_tokens\x18\x12 \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
+	"\x13unenforced_keywords\x18\x13 \x03(\tR\x12unenforcedKeywords\x12P\n" +
 	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
 	"\f_stop_stringB\x10\n" +
 	"\x0e_stop_token_id\"\xf7\x01\n" +
@@ -1564,7 +1585,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\x81\x03\n" +
+	"\x05event\"\xb2\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1576,7 +1597,9 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\vcreate_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"createTime\x12-\n" +
 	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\x12*\n" +
-	"\x11max_output_tokens\x18\t \x01(\x05R\x0fmaxOutputTokens\"\xa6\x01\n" +
+	"\x11max_output_tokens\x18\t \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
+	"\x13unenforced_keywords\x18\n" +
+	" \x03(\tR\x12unenforcedKeywords\"\xa6\x01\n" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +

@@ -50,7 +50,8 @@ type ResponseFormat struct {
 	//	*ResponseFormat_Choice
 	Format isResponseFormat_Format `protobuf_oneof:"format"`
 	// For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-	// of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+	// of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+	// and at most 32 spaces or tabs behind it.
 	Compact       bool `protobuf:"varint,6,opt,name=compact,proto3" json:"compact,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -152,10 +153,12 @@ type isResponseFormat_Format interface {
 type ResponseFormat_JsonSchema struct {
 	// A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
 	// properties in the schema's order. It is text and not a Struct because a Struct has no order and
-	// no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-	// `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-	// ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-	// a `date` can be 29 February of any year.
+	// no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+	// unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+	// `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+	// not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+	// that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+	// vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
 	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
 }
 

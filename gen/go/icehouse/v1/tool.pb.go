@@ -96,7 +96,8 @@ type Tool struct {
 	// Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
 	// Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-	// ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+	// ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+	// with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
 	// tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
 	// request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
 	// model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.

@@ -234,6 +234,7 @@ class GenerateResponse(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
     MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
@@ -302,6 +303,13 @@ class GenerateResponse(_message.Message):
         """When the request reached the server, by the server's clock."""
 
     @_builtins.property
+    def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+        to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+        "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+        """
+
+    @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
         """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
 
@@ -326,11 +334,12 @@ class GenerateResponse(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
+        unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
         malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "create_time", b"create_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "unenforced_keywords", b"unenforced_keywords", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -404,6 +413,7 @@ class Started(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the one made for it."""
     model: _builtins.str
@@ -428,6 +438,10 @@ class Started(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the request reached the server, by the server's clock."""
 
+    @_builtins.property
+    def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As `unenforced_keywords` of GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -440,10 +454,11 @@ class Started(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
+        unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint", "unenforced_keywords", b"unenforced_keywords"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

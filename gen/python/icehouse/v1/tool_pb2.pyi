@@ -75,7 +75,8 @@ class Tool(_message.Message):
     """
     strict: _builtins.bool
     """Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-    ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+    ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+    with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
     tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
     request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
     model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.

@@ -135,6 +135,8 @@ class ReplyFacts:
     system_fingerprint: str
     max_output_token_count: int
     """The least of what was asked for, what the server allows and what the context leaves."""
+    unenforced: tuple[str, ...] = ()
+    """Keywords of its schemas that the output is not held to."""
 
 
 def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOTES) -> inference.Started:
@@ -149,6 +151,7 @@ def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOT
         create_time=timestamp_proto(facts.create_time),
         system_fingerprint=facts.system_fingerprint,
         max_output_tokens=facts.max_output_token_count,
+        unenforced_keywords=facts.unenforced,
     )
 
 

@@ -72,6 +72,7 @@ class Prepared:
             max_output_token_count=min(
                 request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
             ),
+            unenforced=() if request.grammar is None else request.grammar.unenforced,
         )
         return Reply(
             facts=facts,

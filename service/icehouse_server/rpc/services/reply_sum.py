@@ -70,6 +70,7 @@ class ReplySum:
             create_time=self._started.create_time,
             system_fingerprint=self._started.system_fingerprint,
             max_output_tokens=self._started.max_output_tokens,
+            unenforced_keywords=self._started.unenforced_keywords,
         )
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:

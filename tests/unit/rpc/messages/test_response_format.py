@@ -54,8 +54,16 @@ async def test_each_kind_reaches_the_engine_compiled(
 ) -> None:
     await served.inference.Generate(request(**fields))
     assert [event async for event in served.inference.Stream(request(**fields))]
-    arrived: list[Any] = [submitted.grammar for submitted in served.engine.submitted]
+    arrived = [submitted.grammar.form for submitted in served.engine.submitted]
     assert arrived == [form, form]
+
+
+async def test_the_reply_tells_what_of_the_schema_is_not_enforced(served: RunningServer) -> None:
+    whole = await served.inference.Generate(request(json_schema="{}"))
+    first, *_ = [event async for event in served.inference.Stream(request(json_schema="{}"))]
+    assert list(whole.unenforced_keywords) == list(first.started.unenforced_keywords) == ["/a/uniqueItems"]
+    plain = await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    assert list(plain.unenforced_keywords) == []
 
 
 async def test_without_a_format_nothing_is_compiled(served: RunningServer) -> None:
@@ -127,7 +135,7 @@ async def test_a_format_that_compiles_too_long_is_refused_and_one_behind_it_aske
         assert behind.retry is not None
         await served.inference.Generate(request(regex="later"))
         arrived: Any = served.engine.submitted[0].grammar
-        assert arrived == Regex("later")
+        assert arrived.form == Regex("later")
         assert Regex("quick") not in served.grammars.compiled, "nobody waits for it any more"
 
 

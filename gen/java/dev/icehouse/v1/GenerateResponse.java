@@ -33,6 +33,8 @@ private static final long serialVersionUID = 0L;
     promptLogprobs_ = java.util.Collections.emptyList();
     completions_ = java.util.Collections.emptyList();
     systemFingerprint_ = "";
+    unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
     malformedToolCalls_ = java.util.Collections.emptyList();
   }
 
@@ -852,6 +854,67 @@ private static final long serialVersionUID = 0L;
     return maxOutputTokens_;
   }
 
+  public static final int UNENFORCED_KEYWORDS_FIELD_NUMBER = 19;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+      com.google.protobuf.LazyStringArrayList.emptyList();
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  public com.google.protobuf.ProtocolStringList
+      getUnenforcedKeywordsList() {
+    return unenforcedKeywords_;
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  public int getUnenforcedKeywordsCount() {
+    return unenforcedKeywords_.size();
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  public java.lang.String getUnenforcedKeywords(int index) {
+    return unenforcedKeywords_.get(index);
+  }
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  public com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index) {
+    return unenforcedKeywords_.getByteString(index);
+  }
+
   public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 30;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
@@ -986,6 +1049,9 @@ private static final long serialVersionUID = 0L;
     if (maxOutputTokens_ != 0) {
       output.writeInt32(18, maxOutputTokens_);
     }
+    for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 19, unenforcedKeywords_.getRaw(i));
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       output.writeMessage(30, malformedToolCalls_.get(i));
     }
@@ -1074,6 +1140,14 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeInt32Size(18, maxOutputTokens_);
     }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+        dataSize += computeStringSizeNoTag(unenforcedKeywords_.getRaw(i));
+      }
+      size += dataSize;
+      size += 2 * getUnenforcedKeywordsList().size();
+    }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(30, malformedToolCalls_.get(i));
@@ -1143,6 +1217,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getSystemFingerprint())) return false;
     if (getMaxOutputTokens()
         != other.getMaxOutputTokens()) return false;
+    if (!getUnenforcedKeywordsList()
+        .equals(other.getUnenforcedKeywordsList())) return false;
     if (!getMalformedToolCallsList()
         .equals(other.getMalformedToolCallsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
@@ -1213,6 +1289,10 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
     hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
     hash = (53 * hash) + getMaxOutputTokens();
+    if (getUnenforcedKeywordsCount() > 0) {
+      hash = (37 * hash) + UNENFORCED_KEYWORDS_FIELD_NUMBER;
+      hash = (53 * hash) + getUnenforcedKeywordsList().hashCode();
+    }
     if (getMalformedToolCallsCount() > 0) {
       hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
       hash = (53 * hash) + getMalformedToolCallsList().hashCode();
@@ -1419,13 +1499,15 @@ private static final long serialVersionUID = 0L;
       }
       systemFingerprint_ = "";
       maxOutputTokens_ = 0;
+      unenforcedKeywords_ =
+          com.google.protobuf.LazyStringArrayList.emptyList();
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
       } else {
         malformedToolCalls_ = null;
         malformedToolCallsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00040000);
+      bitField0_ = (bitField0_ & ~0x00080000);
       return this;
     }
 
@@ -1496,9 +1578,9 @@ private static final long serialVersionUID = 0L;
         result.completions_ = completionsBuilder_.build();
       }
       if (malformedToolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00040000) != 0)) {
+        if (((bitField0_ & 0x00080000) != 0)) {
           malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
-          bitField0_ = (bitField0_ & ~0x00040000);
+          bitField0_ = (bitField0_ & ~0x00080000);
         }
         result.malformedToolCalls_ = malformedToolCalls_;
       } else {
@@ -1562,6 +1644,10 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00020000) != 0)) {
         result.maxOutputTokens_ = maxOutputTokens_;
+      }
+      if (((from_bitField0_ & 0x00040000) != 0)) {
+        unenforcedKeywords_.makeImmutable();
+        result.unenforcedKeywords_ = unenforcedKeywords_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1776,11 +1862,21 @@ private static final long serialVersionUID = 0L;
       if (other.getMaxOutputTokens() != 0) {
         setMaxOutputTokens(other.getMaxOutputTokens());
       }
+      if (!other.unenforcedKeywords_.isEmpty()) {
+        if (unenforcedKeywords_.isEmpty()) {
+          unenforcedKeywords_ = other.unenforcedKeywords_;
+          bitField0_ |= 0x00040000;
+        } else {
+          ensureUnenforcedKeywordsIsMutable();
+          unenforcedKeywords_.addAll(other.unenforcedKeywords_);
+        }
+        onChanged();
+      }
       if (malformedToolCallsBuilder_ == null) {
         if (!other.malformedToolCalls_.isEmpty()) {
           if (malformedToolCalls_.isEmpty()) {
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00040000);
+            bitField0_ = (bitField0_ & ~0x00080000);
           } else {
             ensureMalformedToolCallsIsMutable();
             malformedToolCalls_.addAll(other.malformedToolCalls_);
@@ -1793,7 +1889,7 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.dispose();
             malformedToolCallsBuilder_ = null;
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00040000);
+            bitField0_ = (bitField0_ & ~0x00080000);
             malformedToolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getMalformedToolCallsFieldBuilder() : null;
@@ -1967,6 +2063,12 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00020000;
               break;
             } // case 144
+            case 154: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureUnenforcedKeywordsIsMutable();
+              unenforcedKeywords_.add(s);
+              break;
+            } // case 154
             case 242: {
               dev.icehouse.v1.MalformedToolCall m =
                   input.readMessage(
@@ -4658,12 +4760,177 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureUnenforcedKeywordsIsMutable() {
+      if (!unenforcedKeywords_.isModifiable()) {
+        unenforcedKeywords_ = new com.google.protobuf.LazyStringArrayList(unenforcedKeywords_);
+      }
+      bitField0_ |= 0x00040000;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @return A list containing the unenforcedKeywords.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getUnenforcedKeywordsList() {
+      unenforcedKeywords_.makeImmutable();
+      return unenforcedKeywords_;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @return The count of unenforcedKeywords.
+     */
+    public int getUnenforcedKeywordsCount() {
+      return unenforcedKeywords_.size();
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param index The index of the element to return.
+     * @return The unenforcedKeywords at the given index.
+     */
+    public java.lang.String getUnenforcedKeywords(int index) {
+      return unenforcedKeywords_.get(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the unenforcedKeywords at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getUnenforcedKeywordsBytes(int index) {
+      return unenforcedKeywords_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param index The index to set the value at.
+     * @param value The unenforcedKeywords to set.
+     * @return This builder for chaining.
+     */
+    public Builder setUnenforcedKeywords(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.set(index, value);
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param value The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywords(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param values The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllUnenforcedKeywords(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureUnenforcedKeywordsIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, unenforcedKeywords_);
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearUnenforcedKeywords() {
+      unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00040000);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 19;</code>
+     * @param value The bytes of the unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywordsBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+
     private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_ =
       java.util.Collections.emptyList();
     private void ensureMalformedToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00040000) != 0)) {
+      if (!((bitField0_ & 0x00080000) != 0)) {
         malformedToolCalls_ = new java.util.ArrayList<dev.icehouse.v1.MalformedToolCall>(malformedToolCalls_);
-        bitField0_ |= 0x00040000;
+        bitField0_ |= 0x00080000;
        }
     }
 
@@ -4857,7 +5124,7 @@ private static final long serialVersionUID = 0L;
     public Builder clearMalformedToolCalls() {
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00040000);
+        bitField0_ = (bitField0_ & ~0x00080000);
         onChanged();
       } else {
         malformedToolCallsBuilder_.clear();
@@ -4962,7 +5229,7 @@ private static final long serialVersionUID = 0L;
         malformedToolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
                 malformedToolCalls_,
-                ((bitField0_ & 0x00040000) != 0),
+                ((bitField0_ & 0x00080000) != 0),
                 getParentForChildren(),
                 isClean());
         malformedToolCalls_ = null;

@@ -501,6 +501,55 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  java.util.List<java.lang.String>
+      getUnenforcedKeywordsList();
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  int getUnenforcedKeywordsCount();
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  java.lang.String getUnenforcedKeywords(int index);
+  /**
+   * <pre>
+   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
+   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
+   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 19;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index);
+
+  /**
+   * <pre>
    * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
    * </pre>
    *

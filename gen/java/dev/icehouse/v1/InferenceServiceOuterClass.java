@@ -124,7 +124,7 @@ public final class InferenceServiceOuterClass {
       "ouse.v1.Speculation\022\017\n\007adapter\030\021 \001(\t\022\022\n\n" +
       "session_id\030\022 \001(\t\022\026\n\016stop_token_ids\030\023 \003(\005" +
       "\022!\n\024max_reasoning_tokens\030\024 \001(\005H\001\210\001\001B\010\n\006p" +
-      "romptB\027\n\025_max_reasoning_tokens\"\257\005\n\020Gener" +
+      "romptB\027\n\025_max_reasoning_tokens\"\314\005\n\020Gener" +
       "ateResponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model" +
       "\030\002 \001(\t\022\014\n\004text\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\022" +
       "0\n\rfinish_reason\030\005 \001(\0162\031.icehouse.v1.Fin" +
@@ -139,64 +139,66 @@ public final class InferenceServiceOuterClass {
       "1.Completion\022\032\n\rstop_token_id\030\017 \001(\005H\001\210\001\001" +
       "\022/\n\013create_time\030\020 \001(\0132\032.google.protobuf." +
       "Timestamp\022\032\n\022system_fingerprint\030\021 \001(\t\022\031\n" +
-      "\021max_output_tokens\030\022 \001(\005\022<\n\024malformed_to" +
-      "ol_calls\030\036 \003(\0132\036.icehouse.v1.MalformedTo" +
-      "olCallB\016\n\014_stop_stringB\020\n\016_stop_token_id" +
-      "\"\314\001\n\016StreamResponse\022\'\n\007started\030\001 \001(\0132\024.i" +
-      "cehouse.v1.StartedH\000\0228\n\020prefill_progress" +
-      "\030\002 \001(\0132\034.icehouse.v1.PrefillProgressH\000\022#" +
-      "\n\005delta\030\003 \001(\0132\022.icehouse.v1.DeltaH\000\022)\n\010f" +
-      "inished\030\004 \001(\0132\025.icehouse.v1.FinishedH\000B\007" +
-      "\n\005event\"\225\002\n\007Started\022\022\n\nrequest_id\030\001 \001(\t\022" +
-      "\r\n\005model\030\002 \001(\t\022\025\n\rprompt_tokens\030\003 \001(\005\022\'\n" +
-      "\005cache\030\004 \001(\0132\030.icehouse.v1.CacheReport\0221" +
-      "\n\016queue_duration\030\005 \001(\0132\031.google.protobuf" +
-      ".Duration\022\014\n\004seed\030\006 \001(\004\022/\n\013create_time\030\007" +
-      " \001(\0132\032.google.protobuf.Timestamp\022\032\n\022syst" +
-      "em_fingerprint\030\010 \001(\t\022\031\n\021max_output_token" +
-      "s\030\t \001(\005\"w\n\017PrefillProgress\022\030\n\020processed_" +
-      "tokens\030\001 \001(\005\022\025\n\rprompt_tokens\030\002 \001(\005\0223\n\017p" +
-      "rompt_logprobs\030\003 \003(\0132\032.icehouse.v1.Token" +
-      "Logprobs\"\357\001\n\005Delta\022\014\n\004text\030\001 \001(\t\022\021\n\ttoke" +
-      "n_ids\030\002 \003(\005\022\021\n\treasoning\030\003 \001(\t\022-\n\ttool_c" +
-      "all\030\004 \001(\0132\032.icehouse.v1.ToolCallDelta\022,\n" +
-      "\010logprobs\030\005 \003(\0132\032.icehouse.v1.TokenLogpr" +
-      "obs\022\030\n\020completion_index\030\006 \001(\005\022;\n\023malform" +
-      "ed_tool_call\030\036 \001(\0132\036.icehouse.v1.Malform" +
-      "edToolCall\"\321\001\n\010Finished\0220\n\rfinish_reason" +
-      "\030\001 \001(\0162\031.icehouse.v1.FinishReason\022\030\n\013sto" +
-      "p_string\030\002 \001(\tH\000\210\001\001\022!\n\005usage\030\003 \001(\0132\022.ice" +
-      "house.v1.Usage\022\030\n\020completion_index\030\004 \001(\005" +
-      "\022\032\n\rstop_token_id\030\005 \001(\005H\001\210\001\001B\016\n\014_stop_st" +
-      "ringB\020\n\016_stop_token_id\"\262\001\n\017TokenizeReque" +
-      "st\022\r\n\005model\030\001 \001(\t\022\016\n\004text\030\002 \001(\tH\000\022\'\n\004cha" +
-      "t\030\003 \001(\0132\027.icehouse.v1.ChatPromptH\000\022+\n\006in" +
-      "fill\030\004 \001(\0132\031.icehouse.v1.InfillPromptH\000\022" +
-      " \n\005tools\030\n \003(\0132\021.icehouse.v1.ToolB\010\n\006pro" +
-      "mpt\"K\n\020TokenizeResponse\022\"\n\006tokens\030\001 \003(\0132" +
-      "\022.icehouse.v1.Token\022\023\n\013token_count\030\002 \001(\005" +
-      "\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5\n\021" +
-      "DetokenizeRequest\022\r\n\005model\030\001 \001(\t\022\021\n\ttoke" +
-      "n_ids\030\002 \003(\005\"\"\n\022DetokenizeResponse\022\014\n\004tex" +
-      "t\030\001 \001(\t\"\023\n\021CacheStatsRequest\"\367\001\n\022CacheSt" +
-      "atsResponse\0220\n\014collect_time\030\001 \001(\0132\032.goog" +
-      "le.protobuf.Timestamp\022(\n\006engine\030\002 \001(\0132\030." +
-      "icehouse.v1.EngineStats\022&\n\005cache\030\003 \001(\0132\027" +
-      ".icehouse.v1.CacheStats\0222\n\020slowest_reque" +
-      "sts\030\n \003(\0132\030.icehouse.v1.SlowRequest\022)\n\007t" +
-      "enants\030\024 \003(\0132\030.icehouse.v1.TenantStats2\211" +
-      "\003\n\020InferenceService\022G\n\010Generate\022\034.icehou" +
-      "se.v1.GenerateRequest\032\035.icehouse.v1.Gene" +
-      "rateResponse\022E\n\006Stream\022\034.icehouse.v1.Gen" +
-      "erateRequest\032\033.icehouse.v1.StreamRespons" +
-      "e0\001\022G\n\010Tokenize\022\034.icehouse.v1.TokenizeRe" +
-      "quest\032\035.icehouse.v1.TokenizeResponse\022M\n\n" +
-      "Detokenize\022\036.icehouse.v1.DetokenizeReque" +
-      "st\032\037.icehouse.v1.DetokenizeResponse\022M\n\nC" +
-      "acheStats\022\036.icehouse.v1.CacheStatsReques" +
-      "t\032\037.icehouse.v1.CacheStatsResponseB<\n\017de" +
-      "v.icehouse.v1P\001Z\'icehouse.dev/api/icehou" +
-      "se/v1;icehousev1b\006proto3"
+      "\021max_output_tokens\030\022 \001(\005\022\033\n\023unenforced_k" +
+      "eywords\030\023 \003(\t\022<\n\024malformed_tool_calls\030\036 " +
+      "\003(\0132\036.icehouse.v1.MalformedToolCallB\016\n\014_" +
+      "stop_stringB\020\n\016_stop_token_id\"\314\001\n\016Stream" +
+      "Response\022\'\n\007started\030\001 \001(\0132\024.icehouse.v1." +
+      "StartedH\000\0228\n\020prefill_progress\030\002 \001(\0132\034.ic" +
+      "ehouse.v1.PrefillProgressH\000\022#\n\005delta\030\003 \001" +
+      "(\0132\022.icehouse.v1.DeltaH\000\022)\n\010finished\030\004 \001" +
+      "(\0132\025.icehouse.v1.FinishedH\000B\007\n\005event\"\262\002\n" +
+      "\007Started\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 " +
+      "\001(\t\022\025\n\rprompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(" +
+      "\0132\030.icehouse.v1.CacheReport\0221\n\016queue_dur" +
+      "ation\030\005 \001(\0132\031.google.protobuf.Duration\022\014" +
+      "\n\004seed\030\006 \001(\004\022/\n\013create_time\030\007 \001(\0132\032.goog" +
+      "le.protobuf.Timestamp\022\032\n\022system_fingerpr" +
+      "int\030\010 \001(\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023" +
+      "unenforced_keywords\030\n \003(\t\"w\n\017PrefillProg" +
+      "ress\022\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprompt" +
+      "_tokens\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\0132\032" +
+      ".icehouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014\n\004" +
+      "text\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treasoni" +
+      "ng\030\003 \001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse.v" +
+      "1.ToolCallDelta\022,\n\010logprobs\030\005 \003(\0132\032.iceh" +
+      "ouse.v1.TokenLogprobs\022\030\n\020completion_inde" +
+      "x\030\006 \001(\005\022;\n\023malformed_tool_call\030\036 \001(\0132\036.i" +
+      "cehouse.v1.MalformedToolCall\"\321\001\n\010Finishe" +
+      "d\0220\n\rfinish_reason\030\001 \001(\0162\031.icehouse.v1.F" +
+      "inishReason\022\030\n\013stop_string\030\002 \001(\tH\000\210\001\001\022!\n" +
+      "\005usage\030\003 \001(\0132\022.icehouse.v1.Usage\022\030\n\020comp" +
+      "letion_index\030\004 \001(\005\022\032\n\rstop_token_id\030\005 \001(" +
+      "\005H\001\210\001\001B\016\n\014_stop_stringB\020\n\016_stop_token_id" +
+      "\"\262\001\n\017TokenizeRequest\022\r\n\005model\030\001 \001(\t\022\016\n\004t" +
+      "ext\030\002 \001(\tH\000\022\'\n\004chat\030\003 \001(\0132\027.icehouse.v1." +
+      "ChatPromptH\000\022+\n\006infill\030\004 \001(\0132\031.icehouse." +
+      "v1.InfillPromptH\000\022 \n\005tools\030\n \003(\0132\021.iceho" +
+      "use.v1.ToolB\010\n\006prompt\"K\n\020TokenizeRespons" +
+      "e\022\"\n\006tokens\030\001 \003(\0132\022.icehouse.v1.Token\022\023\n" +
+      "\013token_count\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022" +
+      "\r\n\005piece\030\002 \001(\t\"5\n\021DetokenizeRequest\022\r\n\005m" +
+      "odel\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022Detoken" +
+      "izeResponse\022\014\n\004text\030\001 \001(\t\"\023\n\021CacheStatsR" +
+      "equest\"\367\001\n\022CacheStatsResponse\0220\n\014collect" +
+      "_time\030\001 \001(\0132\032.google.protobuf.Timestamp\022" +
+      "(\n\006engine\030\002 \001(\0132\030.icehouse.v1.EngineStat" +
+      "s\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.CacheStat" +
+      "s\0222\n\020slowest_requests\030\n \003(\0132\030.icehouse.v" +
+      "1.SlowRequest\022)\n\007tenants\030\024 \003(\0132\030.icehous" +
+      "e.v1.TenantStats2\211\003\n\020InferenceService\022G\n" +
+      "\010Generate\022\034.icehouse.v1.GenerateRequest\032" +
+      "\035.icehouse.v1.GenerateResponse\022E\n\006Stream" +
+      "\022\034.icehouse.v1.GenerateRequest\032\033.icehous" +
+      "e.v1.StreamResponse0\001\022G\n\010Tokenize\022\034.iceh" +
+      "ouse.v1.TokenizeRequest\032\035.icehouse.v1.To" +
+      "kenizeResponse\022M\n\nDetokenize\022\036.icehouse." +
+      "v1.DetokenizeRequest\032\037.icehouse.v1.Detok" +
+      "enizeResponse\022M\n\nCacheStats\022\036.icehouse.v" +
+      "1.CacheStatsRequest\032\037.icehouse.v1.CacheS" +
+      "tatsResponseB<\n\017dev.icehouse.v1P\001Z\'iceho" +
+      "use.dev/api/icehouse/v1;icehousev1b\006prot" +
+      "o3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -228,7 +230,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_GenerateResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateResponse_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "Usage", "Cache", "Seed", "ToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "StopTokenId", "CreateTime", "SystemFingerprint", "MaxOutputTokens", "MalformedToolCalls", });
+        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "Usage", "Cache", "Seed", "ToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "StopTokenId", "CreateTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", "MalformedToolCalls", });
     internal_static_icehouse_v1_StreamResponse_descriptor =
       getDescriptor().getMessageTypes().get(2);
     internal_static_icehouse_v1_StreamResponse_fieldAccessorTable = new
@@ -240,7 +242,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_Started_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Started_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "CreateTime", "SystemFingerprint", "MaxOutputTokens", });
+        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "CreateTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
     internal_static_icehouse_v1_PrefillProgress_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_PrefillProgress_fieldAccessorTable = new

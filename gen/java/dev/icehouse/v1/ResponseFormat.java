@@ -109,10 +109,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -125,10 +127,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -155,10 +159,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -405,7 +411,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-   * of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+   * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+   * and at most 32 spaces or tabs behind it.
    * </pre>
    *
    * <code>bool compact = 6;</code>
@@ -944,10 +951,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -961,10 +970,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -992,10 +1003,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1024,10 +1037,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1046,10 +1061,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1067,10 +1084,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-     * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-     * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-     * a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1687,7 +1706,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+     * and at most 32 spaces or tabs behind it.
      * </pre>
      *
      * <code>bool compact = 6;</code>
@@ -1700,7 +1720,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+     * and at most 32 spaces or tabs behind it.
      * </pre>
      *
      * <code>bool compact = 6;</code>
@@ -1717,7 +1738,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+     * and at most 32 spaces or tabs behind it.
      * </pre>
      *
      * <code>bool compact = 6;</code>

@@ -12,10 +12,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -26,10 +28,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -40,10 +44,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. Keywords that cannot be kept to (`not`, `if`,
-   * `uniqueItems`, `oneOf` with alternatives that overlap, unknown formats, ...) are refused and never
-   * ignored; keywords outside the JSON Schema vocabulary are ignored. `format` is kept to by its shape:
-   * a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
+   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
+   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
+   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
+   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -170,7 +176,8 @@ public interface ResponseFormatOrBuilder extends
   /**
    * <pre>
    * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-   * of JSON. Fewer tokens, and a weak model cannot lose itself in spaces. Absent: white space is free.
+   * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
+   * and at most 32 spaces or tabs behind it.
    * </pre>
    *
    * <code>bool compact = 6;</code>

@@ -24,6 +24,8 @@ private static final long serialVersionUID = 0L;
     requestId_ = "";
     model_ = "";
     systemFingerprint_ = "";
+    unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
   }
 
   @java.lang.Override
@@ -347,6 +349,59 @@ private static final long serialVersionUID = 0L;
     return maxOutputTokens_;
   }
 
+  public static final int UNENFORCED_KEYWORDS_FIELD_NUMBER = 10;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+      com.google.protobuf.LazyStringArrayList.emptyList();
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  public com.google.protobuf.ProtocolStringList
+      getUnenforcedKeywordsList() {
+    return unenforcedKeywords_;
+  }
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  public int getUnenforcedKeywordsCount() {
+    return unenforcedKeywords_.size();
+  }
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  public java.lang.String getUnenforcedKeywords(int index) {
+    return unenforcedKeywords_.get(index);
+  }
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  public com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index) {
+    return unenforcedKeywords_.getByteString(index);
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -387,6 +442,9 @@ private static final long serialVersionUID = 0L;
     }
     if (maxOutputTokens_ != 0) {
       output.writeInt32(9, maxOutputTokens_);
+    }
+    for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 10, unenforcedKeywords_.getRaw(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -430,6 +488,14 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeInt32Size(9, maxOutputTokens_);
     }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+        dataSize += computeStringSizeNoTag(unenforcedKeywords_.getRaw(i));
+      }
+      size += dataSize;
+      size += 1 * getUnenforcedKeywordsList().size();
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -472,6 +538,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getSystemFingerprint())) return false;
     if (getMaxOutputTokens()
         != other.getMaxOutputTokens()) return false;
+    if (!getUnenforcedKeywordsList()
+        .equals(other.getUnenforcedKeywordsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -508,6 +576,10 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
     hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
     hash = (53 * hash) + getMaxOutputTokens();
+    if (getUnenforcedKeywordsCount() > 0) {
+      hash = (37 * hash) + UNENFORCED_KEYWORDS_FIELD_NUMBER;
+      hash = (53 * hash) + getUnenforcedKeywordsList().hashCode();
+    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -672,6 +744,8 @@ private static final long serialVersionUID = 0L;
       }
       systemFingerprint_ = "";
       maxOutputTokens_ = 0;
+      unenforcedKeywords_ =
+          com.google.protobuf.LazyStringArrayList.emptyList();
       return this;
     }
 
@@ -741,6 +815,10 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000100) != 0)) {
         result.maxOutputTokens_ = maxOutputTokens_;
+      }
+      if (((from_bitField0_ & 0x00000200) != 0)) {
+        unenforcedKeywords_.makeImmutable();
+        result.unenforcedKeywords_ = unenforcedKeywords_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -822,6 +900,16 @@ private static final long serialVersionUID = 0L;
       if (other.getMaxOutputTokens() != 0) {
         setMaxOutputTokens(other.getMaxOutputTokens());
       }
+      if (!other.unenforcedKeywords_.isEmpty()) {
+        if (unenforcedKeywords_.isEmpty()) {
+          unenforcedKeywords_ = other.unenforcedKeywords_;
+          bitField0_ |= 0x00000200;
+        } else {
+          ensureUnenforcedKeywordsIsMutable();
+          unenforcedKeywords_.addAll(other.unenforcedKeywords_);
+        }
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -899,6 +987,12 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000100;
               break;
             } // case 72
+            case 82: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureUnenforcedKeywordsIsMutable();
+              unenforcedKeywords_.add(s);
+              break;
+            } // case 82
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1791,6 +1885,153 @@ private static final long serialVersionUID = 0L;
     public Builder clearMaxOutputTokens() {
       bitField0_ = (bitField0_ & ~0x00000100);
       maxOutputTokens_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureUnenforcedKeywordsIsMutable() {
+      if (!unenforcedKeywords_.isModifiable()) {
+        unenforcedKeywords_ = new com.google.protobuf.LazyStringArrayList(unenforcedKeywords_);
+      }
+      bitField0_ |= 0x00000200;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @return A list containing the unenforcedKeywords.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getUnenforcedKeywordsList() {
+      unenforcedKeywords_.makeImmutable();
+      return unenforcedKeywords_;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @return The count of unenforcedKeywords.
+     */
+    public int getUnenforcedKeywordsCount() {
+      return unenforcedKeywords_.size();
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param index The index of the element to return.
+     * @return The unenforcedKeywords at the given index.
+     */
+    public java.lang.String getUnenforcedKeywords(int index) {
+      return unenforcedKeywords_.get(index);
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the unenforcedKeywords at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getUnenforcedKeywordsBytes(int index) {
+      return unenforcedKeywords_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param index The index to set the value at.
+     * @param value The unenforcedKeywords to set.
+     * @return This builder for chaining.
+     */
+    public Builder setUnenforcedKeywords(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.set(index, value);
+      bitField0_ |= 0x00000200;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param value The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywords(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00000200;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param values The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllUnenforcedKeywords(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureUnenforcedKeywordsIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, unenforcedKeywords_);
+      bitField0_ |= 0x00000200;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearUnenforcedKeywords() {
+      unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00000200);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `unenforced_keywords` of GenerateResponse.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 10;</code>
+     * @param value The bytes of the unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywordsBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00000200;
       onChanged();
       return this;
     }

@@ -178,4 +178,45 @@ public interface StartedOrBuilder extends
    * @return The maxOutputTokens.
    */
   int getMaxOutputTokens();
+
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @return A list containing the unenforcedKeywords.
+   */
+  java.util.List<java.lang.String>
+      getUnenforcedKeywordsList();
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @return The count of unenforcedKeywords.
+   */
+  int getUnenforcedKeywordsCount();
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @param index The index of the element to return.
+   * @return The unenforcedKeywords at the given index.
+   */
+  java.lang.String getUnenforcedKeywords(int index);
+  /**
+   * <pre>
+   * As `unenforced_keywords` of GenerateResponse.
+   * </pre>
+   *
+   * <code>repeated string unenforced_keywords = 10;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the unenforcedKeywords at the given index.
+   */
+  com.google.protobuf.ByteString
+      getUnenforcedKeywordsBytes(int index);
 }

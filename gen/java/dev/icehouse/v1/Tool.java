@@ -194,7 +194,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-   * ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+   * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+   * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
    * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
    * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
    * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
@@ -895,7 +896,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
      * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
      * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
      * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
@@ -911,7 +913,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
      * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
      * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
      * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
@@ -931,7 +934,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`; a schema that cannot be kept to is refused with TOOL_INVALID. Names of
+     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
+     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
      * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
      * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
      * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.

@@ -1,0 +1,175 @@
+"""Alternatives of a `oneOf`: whether no two of them can match the same value. Pure functions, any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from icehouse_server.structured_output.schema.references import References
+
+_STEP_LIMIT = 20_000
+"""Most comparisons, which is a second; beyond, alternatives count as overlapping."""
+_DEPTH_LIMIT = 8
+_ANNOTATIONS = frozenset({"$ref", "allOf", "title", "description", "default"})
+_NAMING = frozenset({"patternProperties", "propertyNames", "unevaluatedProperties", "anyOf", "oneOf"})
+"""Keywords that may let an object have more than its properties."""
+_TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A schema of the document, and where it is."""
+
+    schema: Any
+    place: str
+    outer_names: frozenset[str] | None = frozenset()
+    """Properties that its objects may have in the grammar beside their own; None where they may have any."""
+
+    def options(self, key: str) -> list[Part]:
+        """Return the alternatives under a keyword; none where it is absent."""
+        options = self.schema.get(key) if isinstance(self.schema, Mapping) else None
+        listed = enumerate(options if isinstance(options, list) else ())
+        return [Part(option, f"{self.place}/{key}/{i}", self.outer_names) for i, option in listed]
+
+
+class Alternatives:
+    """Compares alternatives of one document's schemas."""
+
+    def __init__(self, references: References) -> None:
+        self._references = references
+        self._step_count = 0
+
+    def exclude_each_other(self, parts: list[Part]) -> bool:
+        """Return whether what a grammar makes of one of them is never valid for another."""
+        if self._have_tags(parts):
+            return True
+        return all(self._excludes(one, other, 0) for one, other in itertools.permutations(parts, 2))
+
+    def _have_tags(self, parts: list[Part]) -> bool:
+        """Return whether one required property tells all of them apart: the usual case, and soon found."""
+        tags = [
+            {
+                name: values
+                for facet in self._facets(part)
+                if _types(facet) == {"object"}
+                for name in _required(facet)
+                if isinstance(property := _properties(facet).get(name), Mapping)
+                and (values := _values(Part(property, ""))) is not None
+            }
+            for part in parts
+        ]
+        names = set(tags[0]).intersection(*tags) if tags else set()
+        return any(
+            sum(len(t[name]) for t in tags) == len(set().union(*(t[name] for t in tags))) for name in names
+        )
+
+    def _excludes(self, made: Part, other: Part, depth: int) -> bool:
+        """Return whether what a grammar makes of a part is never valid for another."""
+        self._step_count += 1
+        if self._step_count > _STEP_LIMIT or depth > _DEPTH_LIMIT:
+            return False
+        if made.schema is False or other.schema is False:
+            return True
+        for key in ("anyOf", "oneOf"):
+            # Beside other keywords an option has more properties than its own.
+            if (options := made.options(key)) and not set(made.schema) - {key} - _ANNOTATIONS:
+                return all(self._excludes(option, other, depth + 1) for option in options)
+            options = other.options(key)
+            if options and all(self._excludes(made, option, depth + 1) for option in options):
+                return True
+        facets, others = list(self._facets(made)), list(self._facets(other))
+        if any(self._differ(one, another, depth) for one in facets for another in others):
+            return True
+        return len(facets) == 1 and any(
+            _lacks(facets[0], name) for part in others for name in _required(part)
+        )
+
+    def _facets(self, part: Part) -> Iterator[Part]:
+        """Yield what a value must match, all of it, as far as `$ref` and `allOf` say."""
+        remaining, seen = [part], set()
+        while remaining:
+            part = remaining.pop()
+            if part.place in seen or not isinstance(part.schema, Mapping):
+                continue
+            seen.add(part.place)
+            if "$ref" in part.schema:
+                place, schema = self._references.target(part.schema["$ref"], part.place)
+                remaining.append(Part(schema, place, part.outer_names))
+            remaining += part.options("allOf")
+            if set(part.schema) - _ANNOTATIONS:
+                yield part
+
+    def _differ(self, made: Part, other: Part, depth: int) -> bool:
+        types, other_types = _types(made), _types(other)
+        if types and other_types and not types & other_types:
+            return True
+        values, other_values = _values(made), _values(other)
+        if values is not None and other_values is not None:
+            return not values & other_values
+        if {"object"} not in (types, other_types):
+            return False
+        properties, other_properties = _properties(made), _properties(other)
+        return any(
+            name in properties
+            and name in other_properties
+            and self._excludes(
+                Part(properties[name], f"{made.place}/properties/{name}"),
+                Part(other_properties[name], f"{other.place}/properties/{name}"),
+                depth + 1,
+            )
+            for name in (*_required(made), *_required(other))
+        )
+
+
+def _types(part: Part) -> set[str]:
+    """Return the types of a value that matches; none where it may have any."""
+    said = part.schema.get("type")
+    if isinstance(said, str):
+        said = [said]
+    if isinstance(said, list):
+        return {"number" if name == "integer" else str(name) for name in said}
+    return {
+        _TYPE_NAMES.get(type(value), "array" if isinstance(value, list) else "object")
+        for value in _listed(part) or ()
+    }
+
+
+def _values(part: Part) -> set[str] | None:
+    values = _listed(part)
+    if values is None or any(isinstance(value, float | list | dict) for value in values):
+        return None
+    return {json.dumps(value) for value in values}
+
+
+def _listed(part: Part) -> list[Any] | None:
+    if "const" in part.schema:
+        return [part.schema["const"]]
+    listed = part.schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _properties(part: Part) -> Mapping[str, Any]:
+    properties = part.schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(part: Part) -> list[str]:
+    names = part.schema.get("required")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _lacks(part: Part, name: str) -> bool:
+    """Return whether a part is an object that never has a property, as the grammar makes it."""
+    said = part.schema
+    if _types(part) != {"object"} or "properties" not in said or set(said) & _NAMING:
+        return False
+    if "additionalProperties" not in said and (part.outer_names is None or name in part.outer_names):
+        return False
+    return (
+        said.get("additionalProperties", False) is False
+        and name not in _properties(part)
+        and name not in _required(part)
+    )

@@ -1,0 +1,161 @@
+"""Patterns and formats of strings, as patterns without look-around. Pure functions, any thread.
+
+A grammar can keep a string to several patterns at once, so what a pattern demands by looking ahead from its
+beginning becomes a pattern of its own. What looks elsewhere is known by its text, or cannot be kept.
+"""
+
+from __future__ import annotations
+
+import re
+
+GRAMMAR_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+)
+"""Formats that llguidance keeps to."""
+
+_HEX = "[0-9a-fA-F]"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_NETWORK = rf"^(?:{_BYTE}\.){{3}}{_BYTE}(?:/(?:3[0-2]|[12]?[0-9]))?$"
+_DAY = r"(?:0[1-9]|[12][0-9]|3[01])"
+_BASE64 = "[0-9a-zA-Z+/]"
+_BASE64URL = "[0-9a-zA-Z_-]"
+
+FORMAT_PATTERNS = {
+    **{
+        f"uuid{version}": f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
+        for version in range(1, 9)
+    },
+    "base64": f"^(?:{_BASE64}{{4}})*(?:{_BASE64}{{2}}==|{_BASE64}{{3}}=)?$",
+    "base64url": f"^(?:{_BASE64URL}{{4}})*(?:{_BASE64URL}{{2}}(?:==)?|{_BASE64URL}{{3}}=?)?$",
+    "ipv4network": _NETWORK,
+    "ipv4interface": _NETWORK,
+}
+"""Further formats of pydantic's whose shape is a pattern."""
+
+NAME_PATTERNS = {
+    **{name: pattern for name, pattern in FORMAT_PATTERNS.items() if name.startswith("uuid")},
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "date": rf"^[0-9]{{4}}-(?:0[1-9]|1[0-2])-{_DAY}$",
+    "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
+}
+"""Formats of property names: llguidance holds names to patterns only."""
+
+_SECONDS = r"\d+(?:[.,]\d+)?S"
+_TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+_DATE = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+_DURATION = rf"^P(?:\d+W|{_DATE}(?:{_TIME})?|{_TIME})$"
+
+_KNOWN = {
+    # zod's duration.
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+    r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": _DURATION,
+    # pydantic's Decimal, before 2.13.
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
+_ZOD_EMAIL = re.compile(
+    r"\^\(\?!\\\.\)\(\?!\.\*\\\.\\\.\)\((\[[^\]]*)\\\.\]\*\)(\[[^\]]*\])@(.*)\$", re.DOTALL
+)
+"""`^(?!\\.)(?!.*\\.\\.)([…\\.]*)[…]@…$`, as zod had it: no dot first, and no two in a row."""
+_DECIMAL_HEAD = r"^(?!^[-+.]*$)[+-]?0*"
+_DECIMAL_PLACES = re.compile(r"\\d\*\\\.\?\\d\{0,(\d{1,3})\}0\*\$")
+_DECIMAL_DIGITS = re.compile(
+    r"\(\?:\\d\{0,(\d{1,3})\}\|\(\?=\[\\d\.\]\{1,(\d{1,3})\}0\*\$\)"
+    r"\\d(?:\*|\{0,\d{1,3}\})\\\.\\d(?:\*|\{0,(\d{1,3})\})0\*\$\)"
+)
+
+_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
+_LOOK_AHEAD = _LOOK_AROUND[0]
+
+
+def without_look_around(pattern: str) -> tuple[str, ...] | None:
+    """Return patterns that together match what this one does; None where it looks around in another way."""
+    if not _looks_around(pattern):
+        return (pattern,)
+    known = _KNOWN.get(pattern) or _email(pattern)
+    if known is not None:
+        return (known,)
+    if pattern.startswith(_DECIMAL_HEAD):
+        return _decimal(pattern.removeprefix(_DECIMAL_HEAD))
+    return _split(pattern)
+
+
+def _email(pattern: str) -> str | None:
+    found = _ZOD_EMAIL.fullmatch(pattern)
+    if found is None:
+        return None
+    letter, last, domain = f"{found[1]}]", found[2], found[3]
+    # Where the domain could begin with a dot or have two, this would let more through.
+    if not domain.startswith("([") or "." in domain.replace(r"\.)+", "", 1):
+        return None
+    return rf"^(?:{letter}+\.)*{letter}*{last}@{domain}$"
+
+
+def _decimal(rest: str) -> tuple[str, ...] | None:
+    """Return pydantic's patterns of a Decimal with a bound on its digits or places, before 2.13."""
+    a_digit = r"^[+-]?\.?\d"
+    places = _DECIMAL_PLACES.fullmatch(rest)
+    if places is not None:
+        return (a_digit, rf"^[+-]?\d*\.?\d{{0,{places[1]}}}0*$")
+    digits = _DECIMAL_DIGITS.fullmatch(rest)
+    if digits is None:
+        return None
+    whole, both, behind = digits[1], digits[2], digits[3]
+    fraction = r"\d*" if behind is None else rf"\d{{0,{behind}}}"
+    left = r"\d*" if behind is None else rf"\d{{0,{whole}}}"
+    return (
+        a_digit,
+        rf"^[+-]?0*(?:\d{{0,{whole}}}|{left}\.{fraction}0*)$",
+        rf"^[+-]?0*(?:\d{{0,{whole}}}|[\d.]{{1,{both}}}0*)$",
+    )
+
+
+def _split(pattern: str) -> tuple[str, ...] | None:
+    """Return what a pattern that begins with `^(?=…)(?=…)` wants ahead, each by itself, and the rest."""
+    if not pattern.startswith("^"):
+        return None
+    rest, parts = pattern[1:], []
+    while rest.startswith(_LOOK_AHEAD):
+        end = _group_end(rest)
+        if end is None:
+            return None
+        parts.append(f"^(?:{rest[len(_LOOK_AHEAD) : end]})")
+        rest = rest[end + 1 :]
+    parts.append(f"^{rest}")
+    if any(map(_looks_around, parts)) or _has_alternatives(rest):
+        return None
+    return tuple(parts)
+
+
+def _depths(pattern: str) -> list[tuple[int, str, int]]:
+    """Return the place of each parenthesis and bar that means one, itself, and the depth it stands at."""
+    found: list[tuple[int, str, int]] = []
+    depth, in_class, is_escaped = 0, False, False
+    for index, character in enumerate(pattern):
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "(|)":
+            depth += {"(": 1, "|": 0, ")": -1}[character]
+            found.append((index, character, depth))
+    return found
+
+
+def _group_end(pattern: str) -> int | None:
+    """Return where the group closes that a pattern begins with."""
+    return next(
+        (index for index, character, depth in _depths(pattern) if character == ")" and not depth), None
+    )
+
+
+def _looks_around(pattern: str) -> bool:
+    if not any(sign in pattern for sign in _LOOK_AROUND):
+        return False
+    groups = (index for index, character, _ in _depths(pattern) if character == "(")
+    return any(pattern.startswith(_LOOK_AROUND, index) for index in groups)
+
+
+def _has_alternatives(pattern: str) -> bool:
+    return any(character == "|" and not depth for _, character, depth in _depths(pattern))

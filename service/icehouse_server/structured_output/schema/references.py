@@ -1,0 +1,96 @@
+"""References of a schema: what a `$ref` points to, inside the same document. Pure functions, any thread."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+_SHOWN_LENGTH = 80
+
+
+class UnusableSchema(ValueError):
+    """A schema that cannot be kept to: what is wrong with it, and at which JSON pointer."""
+
+    def __init__(self, detail: str, place: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.place = place or "/"
+
+
+class References:
+    """Looks up the references of one document; nothing is ever fetched."""
+
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._own_name = _text(document, "$id").partition("#")[0]
+        self._anchors: dict[str, str] | None = None
+
+    def target(self, reference: Any, place: str) -> tuple[str, Any]:
+        """Return the JSON pointer that a `$ref` at `place` means, and the schema there."""
+        if not isinstance(reference, str):
+            raise UnusableSchema("$ref must be a string", f"{place}/$ref")
+        document, _, fragment = reference.partition("#")
+        if document and document != self._own_name:
+            raise UnusableSchema(
+                f"$ref {_shown(reference)} is in another document, which is not fetched; put it into $defs",
+                f"{place}/$ref",
+            )
+        pointer = self._pointer(fragment)
+        found = None if pointer is None else self._at(pointer)
+        if found is None:
+            raise UnusableSchema(f"$ref {_shown(reference)} points to no schema", f"{place}/$ref")
+        return found
+
+    def _pointer(self, fragment: str) -> str | None:
+        if not fragment or fragment.startswith("/"):
+            return fragment.rstrip("/") if fragment == "/" else fragment
+        if self._anchors is None:
+            self._anchors = _anchors(self._document)
+        return self._anchors.get(urllib.parse.unquote(fragment))
+
+    def _at(self, pointer: str) -> tuple[str, Any] | None:
+        part, place = self._document, ""
+        for step in pointer.split("/")[1:]:
+            key = _key(part, step)
+            if key is None:
+                return None
+            part, place = part[key], f"{place}/{escaped(str(key))}"
+        return (place, part) if isinstance(part, Mapping | bool) else None
+
+
+def escaped(name: str) -> str:
+    """Write a name as RFC 6901 wants it in a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _key(part: Any, step: str) -> str | int | None:
+    """Return the key that a step of a pointer names: not all libraries encode it as RFC 6901 says."""
+    if isinstance(part, list):
+        return int(step) if step.isascii() and step.isdecimal() and int(step) < len(part) else None
+    if not isinstance(part, Mapping):
+        return None
+    decoded = urllib.parse.unquote(step)
+    spellings = [step, *(each.replace("~1", "/").replace("~0", "~") for each in (step, decoded))]
+    return next((spelling for spelling in spellings if spelling in part), None)
+
+
+def _anchors(document: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    remaining = [("", document)]
+    while remaining:
+        place, part = remaining.pop()
+        children = part.items() if isinstance(part, Mapping) else enumerate(part)
+        remaining += [(f"{place}/{escaped(str(k))}", v) for k, v in children if isinstance(v, Mapping | list)]
+        if anchor := _text(part, "$anchor"):
+            found.setdefault(anchor, place)
+    return found
+
+
+def _text(part: Any, key: str) -> str:
+    value = part.get(key) if isinstance(part, Mapping) else None
+    return value if isinstance(value, str) else ""
+
+
+def _shown(reference: str) -> str:
+    return reference if len(reference) <= _SHOWN_LENGTH else reference[: _SHOWN_LENGTH - 1] + "…"
