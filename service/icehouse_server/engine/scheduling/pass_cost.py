@@ -305,18 +305,18 @@ def _fit(passes: list[_Measured], *, now: int) -> PassCost:
     columns[: len(passes), :-1] = sizes * units * (weights / seconds)[:, None]
     columns[: len(passes), -1] = weights
     columns[len(passes) :] = _PRIOR
-    triangle = _triangle(columns)
+    rows = _triangle(columns)
     shares = [0.0] * len(units)
     free = list(range(len(units)))
     while free:
-        found = _solution(triangle)
+        found = _solution(rows)
         if min(found) >= 0.0:
             for place, share in zip(free, found, strict=True):
                 shares[place] = share
             break
         least = found.index(min(found))
         free.pop(least)
-        triangle = _triangle(np.delete(triangle, least, axis=1))
+        rows = _without(rows, least)
     return PassCost(*(share * float(unit) for share, unit in zip(shares, units, strict=True)))
 
 
@@ -341,7 +341,11 @@ def _roots_of_fades() -> tuple[float, ...]:
 _ROOTS_OF_FADES = _roots_of_fades()
 
 
-def _triangle(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+_Rows = list[list[float]]
+"""An upper triangle, and a column more of what is wanted."""
+
+
+def _triangle(columns: npt.NDArray[np.float64]) -> _Rows:
     """Return R of the columns' QR decomposition, less the row of the last one, which is what is wanted.
 
     By the modified Gram-Schmidt process, which so solves least squares as stably as Householder's
@@ -356,12 +360,23 @@ def _triangle(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         length = math.sqrt(products[0])
         triangle[place, place:] = products / length
         columns = columns[:, 1:] - first * (triangle[place, place + 1 :] / length)
-    return triangle
+    return triangle.tolist()
 
 
-def _solution(triangle: npt.NDArray[np.float64]) -> list[float]:
-    """Return what a triangle's columns are to be multiplied by to give its last one."""
-    rows = triangle.tolist()
+def _without(rows: _Rows, column: int) -> _Rows:
+    """Return the triangle of all columns but one, by Givens rotations."""
+    rows = [row[:column] + row[column + 1 :] for row in rows]
+    for place in range(column, len(rows) - 1):
+        upper, lower = rows[place : place + 2]
+        length = math.sqrt(upper[place] * upper[place] + lower[place] * lower[place])
+        cosine, sine = upper[place] / length, lower[place] / length
+        rows[place] = [cosine * high + sine * low for high, low in zip(upper, lower, strict=True)]
+        rows[place + 1] = [cosine * low - sine * high for high, low in zip(upper, lower, strict=True)]
+    return rows[:-1]
+
+
+def _solution(rows: _Rows) -> list[float]:
+    """Return what the columns are to be multiplied by to give the last one."""
     count = len(rows)
     found = [0.0] * count
     for place in reversed(range(count)):
