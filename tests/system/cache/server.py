@@ -32,7 +32,8 @@ from icehouse_server.storage.messages import Inventory, Outcome
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 
-from tests.fixtures.engine import BOUND_S, Recorder
+from tests.fixtures.engine import Recorder
+from tests.fixtures.patience import BOUND_S
 
 BLOCK = 16
 

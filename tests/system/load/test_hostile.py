@@ -23,7 +23,8 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from bench.hostile import ATTACKS, Hostile
 from bench.server_process import free_port
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import BOUND_S, ServerProcess
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.server_process import ServerProcess
 
 GRACE = ("--drain-grace-s", "1")
 ANSWER_COUNT = 5

@@ -360,7 +360,8 @@ def _triangle(columns: npt.NDArray[np.float64]) -> _Rows:
         length = math.sqrt(products[0])
         triangle[place, place:] = products / length
         columns = columns[:, 1:] - first * (triangle[place, place + 1 :] / length)
-    return triangle.tolist()
+    rows: _Rows = triangle.tolist()
+    return rows
 
 
 def _without(rows: _Rows, column: int) -> _Rows:
