@@ -11,7 +11,6 @@ from icehouse_server.domain.ids import NO_ADAPTER
 from icehouse_server.domain.request import CacheUse, Logprob, LogprobsWanted, TokenLogprobs
 from icehouse_server.domain.sampling import SamplingParams
 
-from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer
@@ -231,7 +230,7 @@ async def test_tokenizer_never_runs_on_the_event_loop(served: RunningServer) -> 
 
 
 async def test_deadline_reaches_the_engine_in_its_own_time(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"), timeout=BOUND_S)
+    await served.inference.Generate(messages.GenerateRequest(text="Hi"), timeout=50)
     [request] = served.engine.submitted
     assert request.deadline_time == pytest.approx(served.clock.now + 50, abs=5)
 
