@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
+import shutil
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,6 +15,13 @@ import pytest
 # An example may take as long as it takes: a busy machine is no fault.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# Tests' folders are in memory where there is plenty: none is about a medium's speed, and each of thousands of
+# syncs waits for whatever else is at work on a disk.
+_MEMORY, _PLENTY_BYTES = "/dev/shm", 4 << 30
+with contextlib.suppress(OSError):
+    if shutil.disk_usage(_MEMORY).free >= _PLENTY_BYTES and os.access(_MEMORY, os.W_OK):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
 
 _LOGGERS = ("", "icehouse", "icehouse_server")
 

@@ -6,7 +6,6 @@ The one definition of each, so that two tiers, or an engine and its client, neve
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import exp
 
 _RATE_WINDOW_S = 5.0
 """Seconds of samples after which an old rate weighs 1/e."""
@@ -42,8 +41,22 @@ class MovingAverage:
         """
         if elapsed_s <= 0 or amount == 0:
             return self.value
-        return self._add(amount / elapsed_s, 1.0 - exp(-elapsed_s / _RATE_WINDOW_S))
+        return self._add(amount / elapsed_s, 1.0 - _exp(-elapsed_s / _RATE_WINDOW_S))
 
     def _add(self, sample: float, weight: float) -> float:
         self.value = self.value + weight * (sample - self.value) if self.value else sample
         return self.value
+
+
+def _exp(power: float) -> float:
+    """Return e to a power of 0 or less, of products and quotients alone.
+
+    Rates decide who is refused and what is loaded, and libm's exponential differs from processor to processor
+    in the last bit.
+    """
+    part = max(power, -50.0) / 1024.0  # what is less is nothing beside 1
+    square = part * part / 12.0
+    result = (1.0 + part / 2.0 + square) / (1.0 - part / 2.0 + square)  # Padé's approximant
+    for _ in range(10):
+        result *= result
+    return result

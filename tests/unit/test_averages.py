@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from icehouse_server.averages import MovingAverage, quantile
@@ -37,3 +38,14 @@ def test_a_rate_weighs_by_how_long_it_was_kept_up() -> None:
     assert rate.add_rate(0, elapsed_s=1.0) == rate.add_rate(5, elapsed_s=0.0) == 0.0
     assert rate.add_rate(100, elapsed_s=0.5) == 200.0
     assert rate.add_rate(500, elapsed_s=5.0) == pytest.approx(100.0 + 100.0 / math.e)
+
+
+def test_a_rate_is_the_same_on_every_processor_to_the_last_bit() -> None:
+    """Rates decide which prompts are refused; libm's exponential differs between processors."""
+    rate, dice = MovingAverage(), random.Random(3)
+    for _ in range(500):
+        rate.add_rate(dice.uniform(1.0, 9.0), elapsed_s=dice.uniform(0.001, 3.0))
+    rate.add_rate(7.0, elapsed_s=0.25)
+    assert rate.value.hex() == "0x1.424b8b0743617p+2"
+    rate.add_rate(90.0, elapsed_s=90_000.0)
+    assert rate.value == pytest.approx(0.001)

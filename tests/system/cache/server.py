@@ -32,7 +32,8 @@ from icehouse_server.storage.messages import Inventory, Outcome
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 
-from tests.fixtures.engine import BOUND_S, Recorder
+from tests.fixtures.engine import Recorder
+from tests.fixtures.patience import BOUND_S
 
 BLOCK = 16
 
@@ -98,6 +99,7 @@ class CacheServer:
     ) -> None:
         clock = SystemClock()
         self._has_inventory = threading.Event()
+        self._has_outcome = threading.Event()
         source = model_loader.ModelSource(path=folder, model_id="tiny", adapters=tuple(adapters))
         tokenizer = model_loader.load_tokenizer(source)
         fingerprint = model_fingerprint(
@@ -257,11 +259,12 @@ class CacheServer:
 
     def settle(self) -> CacheStats:
         """Wait until every spill is written or dropped; return the counters as they are then."""
-        for _ in range(10_000):
+        while True:
+            self._has_outcome.clear()
             _, cache = self.stats()
             if cache.spill.queue_count == 0:
                 return cache
-        raise AssertionError("the write queue never empties")
+            assert self._has_outcome.wait(BOUND_S), "the write queue never empties"
 
     def order(self, order: CacheCommand) -> CacheAnswer | IcehouseError:
         """Give an order to the cache and wait for its answer."""
@@ -279,5 +282,6 @@ class CacheServer:
 
     def _take(self, outcome: Outcome) -> None:
         self.mailbox.post(outcome)
+        self._has_outcome.set()
         if isinstance(outcome, Inventory):
             self._has_inventory.set()

@@ -23,8 +23,8 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.messages import Inventory
 from icehouse_server.storage.worker.storage import Storage
 
-from tests.fixtures.engine import BOUND_S
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HangingFiles, HungReader, resume, stall
 from tests.fixtures.storage.storage_thread import StorageThread, settings_for
 from tests.system.cache.server import CacheServer

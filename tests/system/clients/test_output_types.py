@@ -24,6 +24,7 @@ from icehouse_server.domain.response_format import JsonObject, JsonSchema
 from jsonschema import Draft202012Validator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import started, usage_of
 from tests.fixtures.schemas.held import held
 from tests.system.clients.test_python_client import threaded
@@ -139,7 +140,7 @@ def test_pydantic_is_imported_only_for_a_type() -> None:
     client = Path(sys.modules[Client.__module__].__file__ or "").parents[1]
     protos = Path(sys.modules[GenerateRequest.__module__].__file__ or "").parents[2]
     path = {"PYTHONPATH": f"{client}:{protos}"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=path, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, env=path, timeout=BOUND_S)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.system.mesh.envoy import BOUND_S, binary, config, free_ports
+from tests.fixtures.patience import BOUND_S
+from tests.system.mesh.envoy import binary, config, free_ports
 
 
 def _plain_config(*, edge_port: int, server_port: int, admin_path: Path) -> str:

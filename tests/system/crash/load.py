@@ -12,7 +12,7 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2
 
-from tests.system.crash.server_process import BOUND_S
+from tests.fixtures.patience import BOUND_S
 
 _GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 """What callers of a process that was killed are told by their own side."""

@@ -23,9 +23,7 @@ from grpc_health.v1 import health_pb2
 from icehouse_server.cli import main as command_line
 
 from tests.fixtures.parent_watch import end_with_parent
-
-BOUND_S = 300.0
-"""Longest a test waits for a process before it fails."""
+from tests.fixtures.patience import BOUND_S
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["icehouse_server.cli.serve", "tests.system.crash.server_process"])

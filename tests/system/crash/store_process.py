@@ -24,6 +24,7 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded
 from icehouse_server.storage.paths import StorePaths
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
@@ -33,7 +34,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.system.crash.store_process"])
 
 _STEPS = ("create", "write", "fsync", "close", "rename", "fsync_dir", "unlink")
-_BOUND_S = 300.0
 OLD_KEY, NEW_KEY = bytes(32), bytes([1]) * 32
 CHAIN = make_chain(3)
 RICHER = make_chain(3, checkpoint=True)[2]
@@ -132,7 +132,7 @@ def is_killed(scenario: Scenario, directory: Path, kill_after: int) -> bool:
     """Play a scenario in a process that is killed after so many steps; False when it ended before."""
     process = _context.Process(target=die, args=(scenario, directory, kill_after), daemon=True)
     process.start()
-    process.join(_BOUND_S)
+    process.join(BOUND_S)
     assert process.exitcode in (0, -signal.SIGKILL), f"exit code {process.exitcode} after step {kill_after}"
     return process.exitcode != 0
 

@@ -13,7 +13,8 @@ from icehouse.v1 import prompt_pb2
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import BOUND_S, ServerProcess
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.server_process import ServerProcess
 
 _RUN = ModelRunner.run
 _GOOD_STEPS = 5

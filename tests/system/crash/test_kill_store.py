@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.system.crash.store_process import (
     Scenario,
     change_key,
@@ -35,13 +33,11 @@ def lives(tmp_path: Path, scenario: Scenario) -> Iterator[Path]:
         assert kill_after < 400
 
 
-@pytest.mark.timeout(600)
 def test_killed_while_a_richer_block_replaces_a_poorer_one(tmp_path: Path) -> None:
     sizes = {check_replaced(directory) for directory in lives(tmp_path, replace)}
     assert len(sizes) == 2, "no kill came before the new name, or none after it"
 
 
-@pytest.mark.timeout(600)
 def test_killed_while_everything_is_purged(tmp_path: Path) -> None:
     for directory in lives(tmp_path, purge):
         check_purged(directory)
@@ -51,7 +47,6 @@ def test_killed_while_the_key_is_changed(tmp_path: Path) -> None:
     assert {check_key(directory) for directory in lives(tmp_path, change_key)} == {True, False}
 
 
-@pytest.mark.timeout(600)
 def test_killed_on_a_full_disk(tmp_path: Path) -> None:
     for directory in lives(tmp_path, fill):
         check_filled(directory)

@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse_server.engine.loop import EngineLoop
 
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import BOUND_S, ServerProcess
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.server_process import ServerProcess
 
 _STEP = EngineLoop.step
 _PING, _WITHHELD = b"WATCHDOG=1", b"watchdog_ping_withheld"

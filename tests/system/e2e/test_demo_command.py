@@ -13,7 +13,6 @@ from tests.fixtures.demo_models import demo_model_dir
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_demo_answers_and_shows_every_tier_and_equal_texts() -> None:
     demo_model_dir(SMOLLM2)
     command = [sys.executable, "-m", "icehouse_server.cli.main", "demo", "--max-output-tokens", "16"]

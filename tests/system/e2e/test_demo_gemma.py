@@ -22,7 +22,6 @@ def passes_of_a_server(scratch: Path, count: int) -> list[Reply]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_window_that_has_moved_comes_back_from_each_tier(tmp_path: Path) -> None:
     demo_model_dir(GEMMA)
     cold, from_ram = passes_of_a_server(tmp_path, 2)

@@ -16,8 +16,6 @@ from icehouse_server.demo.models import SMOLLM2
 
 from tests.fixtures.demo_models import demo_model_dir
 
-pytestmark = pytest.mark.timeout(400)
-
 CAPITAL = "The capital of France is"
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.fixtures.demo_models import demo_model_dir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 texts = st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=60)
 

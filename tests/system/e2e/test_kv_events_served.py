@@ -14,7 +14,8 @@ from icehouse_server.domain.blocks import block_hash, root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
 
 from tests.fixtures.models import tiny_model_dir
-from tests.fixtures.whole_server import BOUND_S, WholeServer, whole_server
+from tests.fixtures.patience import BOUND_S
+from tests.fixtures.whole_server import WholeServer, whole_server
 
 zmq = pytest.importorskip("zmq", reason="pyzmq comes with the extra fleet")
 msgpack = pytest.importorskip("msgpack", reason="msgpack comes with the extra fleet")

@@ -14,7 +14,7 @@ from tests.fixtures.demo_models import demo_model_dir
 
 ICEHOUSE = [sys.executable, "-m", "icehouse_server.cli.main"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_conversation_with_a_server_of_its_own() -> None:

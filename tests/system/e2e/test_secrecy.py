@@ -19,7 +19,8 @@ from icehouse_server.errors import Reason
 from icehouse_server.storage.directory.manifest import Manifest
 
 from tests.fixtures.models import tiny_model_dir
-from tests.fixtures.whole_server import BOUND_S, WholeServer, whole_server
+from tests.fixtures.patience import BOUND_S
+from tests.fixtures.whole_server import WholeServer, whole_server
 
 _MARK = "hush"
 """Part of every prompt."""
@@ -57,7 +58,7 @@ def wrong_calls(served: WholeServer) -> Iterator[tuple[Any, Any]]:
 async def answer(method: Any, request: Any) -> tuple[bool, str]:
     """Return whether a call was refused, and all its caller gets to see."""
     try:
-        return False, str(await method(request, timeout=60))
+        return False, str(await method(request, timeout=BOUND_S))
     except grpc.aio.AioRpcError as error:
         trailers = json.dumps([(name, str(value)) for name, value in error.trailing_metadata() or ()])
         return True, f"{error.details()} {trailers}"

@@ -18,6 +18,7 @@ from icehouse_server.telemetry.status_page.excerpt import CHARACTER_LIMIT
 
 from tests.fixtures.browser import NAMES, Browser, browser_path, browsing
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.whole_server import WholeServer, whole_server
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -54,7 +55,7 @@ def url_in(caplog: pytest.LogCaptureFixture) -> str:
 
 def report_at(url: str) -> str:
     """Return the report as it is sent."""
-    return str(urllib.request.urlopen(f"{url}status.json", timeout=30).read().decode())
+    return str(urllib.request.urlopen(f"{url}status.json", timeout=BOUND_S).read().decode())
 
 
 async def test_the_report_tells_what_was_shared_and_never_a_prompt(

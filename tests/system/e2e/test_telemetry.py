@@ -15,6 +15,7 @@ from icehouse_server.cli.terminal.logs import fields_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.telemetry.collector import Sent, collecting
 from tests.fixtures.whole_server import WholeServer, whole_server
 
@@ -76,7 +77,7 @@ async def test_metrics_follow_the_engine(tmp_path: Path, caplog: pytest.LogCaptu
             await generate(served, "once upon a time", "r2")
             [url] = [fields_of(r)["url"] for r in caplog.records if r.message == "metrics_opened"]
             text = await asyncio.to_thread(
-                lambda: urllib.request.urlopen(str(url), timeout=10).read().decode()
+                lambda: urllib.request.urlopen(str(url), timeout=BOUND_S).read().decode()
             )
     assert "once upon" not in text, "a metric tells a prompt"
     families = {family.name: family for family in text_string_to_metric_families(text)}

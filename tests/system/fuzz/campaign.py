@@ -18,6 +18,7 @@ import grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 
+from tests.fixtures.patience import BOUND_S
 from tests.system.fuzz.caller import Caller
 from tests.system.fuzz.requests import FuzzRequest, image_request_of, request_of
 from tests.system.fuzz.server import Fuzzed
@@ -106,7 +107,9 @@ class Campaign:
         token = self._server.tokens["operator"]
         async with grpc.aio.insecure_channel(self._server.process.address) as channel:
             stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            answer = await stub.Generate(_GOOD, timeout=60, metadata=(("authorization", f"Bearer {token}"),))
+            answer = await stub.Generate(
+                _GOOD, timeout=BOUND_S, metadata=(("authorization", f"Bearer {token}"),)
+            )
         return tuple(answer.token_ids)
 
     async def _work(self, source: Iterator[tuple[str, FuzzRequest]], chunk: Chunk) -> None:

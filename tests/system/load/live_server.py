@@ -27,7 +27,8 @@ from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, S
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
-from tests.fixtures.engine import BOUND_S, FakeDecoder, FakeRunner, no_prefix
+from tests.fixtures.engine import FakeDecoder, FakeRunner, no_prefix
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import FakeTokenizer
 
 _STEP_S = 0.001

@@ -16,6 +16,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 
 from bench.server_process import free_port
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.http2 import peer_of
 from tests.system.crash.server_process import ServerProcess
 from tests.system.load import attacks
@@ -38,7 +39,6 @@ _OPTIONS: tuple[str, ...] = (
 _OPTIONS += ("--max-concurrent-calls", str(_CALL_LIMIT), "--no-cache")
 
 _GROWTH_LIMIT_BYTES = 150 << 20
-_CALL_TIMEOUT_S = 30.0
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
@@ -71,14 +71,14 @@ class GoodCaller:
     async def ask(self) -> None:
         """Get one answer."""
         request = messages.GenerateRequest(text="Hi", max_output_tokens=2)
-        answer = await self._stub.Generate(request, timeout=_CALL_TIMEOUT_S)
+        answer = await self._stub.Generate(request, timeout=BOUND_S)
         assert answer.usage.output_tokens == 2
         self.answer_count += 1
 
     async def is_answered(self, count: int) -> None:
         """Return after so many more answers."""
         wanted = self.answer_count + count
-        async with asyncio.timeout(_CALL_TIMEOUT_S):
+        async with asyncio.timeout(BOUND_S):
             while self.answer_count < wanted:
                 await asyncio.sleep(0)
 
@@ -114,7 +114,7 @@ async def under_attack(server: ServerProcess) -> AsyncIterator[GoodCaller]:
                 await calling
         assert answers_during > 0
         await caller.ask()
-        async with asyncio.timeout(_CALL_TIMEOUT_S):
+        async with asyncio.timeout(BOUND_S):
             while descriptor_count(server) > files_before:
                 await caller.ask()
         assert rss_bytes(server) - rss_before < _GROWTH_LIMIT_BYTES

@@ -15,7 +15,8 @@ from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
 
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import BOUND_S, ServerProcess
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.server_process import ServerProcess
 from tests.system.load.live_server import request
 
 OPTIONS: tuple[str, ...] = (

@@ -70,7 +70,6 @@ def _active_bytes(served: CacheServer) -> int:
     return engine.active_memory_bytes
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("architecture", "is_pipelined"),
     [

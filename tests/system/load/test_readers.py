@@ -9,7 +9,7 @@ import grpc
 import pytest
 from icehouse_server.domain.ids import RequestId
 
-from tests.fixtures.engine import BOUND_S
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refusal_of
 from tests.system.load.live_server import live_server, request, rest_of
 

@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2_grpc
 
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import BOUND_S, ServerProcess
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.server_process import ServerProcess
 from tests.system.load.live_server import request
 
 _OPTIONS = ("--block-token-count", "16", "--min-prefix-token-count", "0")

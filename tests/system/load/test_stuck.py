@@ -9,7 +9,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse_server.config import ServerConfig
 
-from tests.fixtures.engine import BOUND_S
+from tests.fixtures.patience import BOUND_S
 from tests.system.load.live_server import is_finished, live_server, request
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

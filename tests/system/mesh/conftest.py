@@ -12,6 +12,7 @@ import pytest
 from icehouse_client import Client, Security
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import EnvoyProcess, Mesh, binary, free_ports
 
@@ -58,7 +59,7 @@ class Fleet:
         )
         counts = []
         for replica in self.replicas.values():
-            with Client(replica.address, timeout_s=60.0, security=security) as client:
+            with Client(replica.address, timeout_s=BOUND_S, security=security) as client:
                 counts.append(client.cache_stats().engine.accepted_total)
         return counts
 
@@ -66,7 +67,7 @@ class Fleet:
         """Return a client of the edge."""
         security = Security(ca_pem=self.mesh.ca.read_bytes())
         # Behind a proxy one health answer is one replica's, and the proxy looks at all of them itself.
-        return Client(self.envoy.address, timeout_s=60.0, security=security, watches_health=False)
+        return Client(self.envoy.address, timeout_s=BOUND_S, security=security, watches_health=False)
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from typing import Any, Self
 import yaml
 
 from protos import generate
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.authority import Authority, dns
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "envoy" / "envoy.yaml"
-BOUND_S = 60.0
 
 _LOOK_EVERY_S = 0.05
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from icehouse_client import Client, IcehouseClientError, Options, Reply
 
+from tests.fixtures.patience import BOUND_S
 from tests.system.mesh.conftest import BLOCK, Fleet
 from tests.system.mesh.test_edge import prompt
 
@@ -61,7 +62,7 @@ class Streams:
         """Begin all, call `act` when each has its first text, then return how each ended."""
         with concurrent.futures.ThreadPoolExecutor(len(self._asks)) as pool:
             ends = [pool.submit(self._one, ask) for ask in self._asks]
-            self._barrier.wait(60)
+            self._barrier.wait(BOUND_S)
             act()
             return [(ask, end.result()) for ask, end in zip(self._asks, ends, strict=True)]
 
@@ -70,7 +71,7 @@ class Streams:
         with self._fleet.client() as client, client.stream(ask.tokens, **options) as stream:
             pieces = iter(stream)
             next(pieces)
-            self._barrier.wait(60)
+            self._barrier.wait(BOUND_S)
             try:
                 collections.deque(pieces, maxlen=0)
             except IcehouseClientError as error:
@@ -107,13 +108,13 @@ def test_no_generate_is_lost_when_a_replica_dies_in_the_middle(fleet: Fleet, ask
 
     def generate(ask: Ask) -> tuple[int, ...]:
         with fleet.client() as client:
-            begun.wait(60)
+            begun.wait(BOUND_S)
             return client.generate(ask.tokens, max_output_tokens=_LONG_OUTPUT_TOKENS).token_ids
 
     ports = set(fleet.replicas)
     with concurrent.futures.ThreadPoolExecutor(len(asks)) as pool:
         answers = [pool.submit(generate, ask) for ask in asks]
-        begun.wait(60)
+        begun.wait(BOUND_S)
         victim = _kill_busiest(fleet)
         for ask, answer in zip(asks, answers, strict=True):
             assert answer.result()[:_OUTPUT_TOKENS] == ask.reply

@@ -456,8 +456,9 @@ class Scenario:
     def _collect_ends(self) -> None:
         for name in list(self._live):
             if self._served.recorder.end_of(name) is not None:
-                promise = self._live.pop(name)
-                self.ledger.check_end(promise, self._served.recorder.events[name])
+                promise, events = self._live.pop(name), self._served.recorder.events[name]
+                self._say(f"  told {name} in {len(events)} events, at the end {events[-1]!r:.300}")
+                self.ledger.check_end(promise, events)
 
     def _settle_ends(self) -> None:
         """What was told before the power went must be right, too."""

@@ -128,6 +128,8 @@ class SimServer:
             storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
             clock=clock,
         )
+        # Few lives see as many loads as it takes before computing may seem faster: here the first one tells.
+        self.cache.rates.load_count = 2
         self.controller = CacheController(
             cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001
         )

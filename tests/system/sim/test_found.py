@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,13 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.engine.prefix_cache.tiers import tenant_quota
+from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
 from tests.system.sim.event_watch import EventWatch
+from tests.system.sim.images import drawn_image, ids_and_spans
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ModelSpec, reference_reply
 from tests.system.sim.server import Life, SimClock, SimServer
@@ -59,10 +61,12 @@ class Bench:
         self.served = self._open()
         self.served.come_to_rest()
 
-    def submit(self, prompt: bytes, *, max_output_tokens: int = 4) -> Promise:
+    def submit(self, prompt: Sequence[int], *, max_output_tokens: int = 4) -> Promise:
+        token_ids, images = ids_and_spans(tuple(prompt))
         request = GenerationRequest(
             request_id=RequestId(f"r{len(self.ledger.promises)}"),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=token_ids,
+            images=images,
             max_output_tokens=max_output_tokens,
             sampling=SamplingParams(),
             stop=(),
@@ -359,3 +363,33 @@ def test_a_block_whose_header_could_not_be_read_is_announced_once_a_prompt_broug
     assert bench.ask(b"aaaab").usage.cache.ssd_token_count
     watch.check()
     assert watch.feed.event_total
+
+
+@pytest.mark.parametrize("ram_limit_bytes", [0, 100_000])
+def test_prompts_with_images_go_on_with_the_same_tokens_when_they_were_parked(
+    directory: Path, ram_limit_bytes: int
+) -> None:
+    """One story in thirty comes to it: too few to ask it of those that are played by default."""
+    bench = Bench(
+        directory,
+        ModelSpec(1, True, 0, False),
+        ram_limit_bytes=ram_limit_bytes,
+        memory_limit_bytes=8_000,
+        limits=SchedulerLimits(
+            running_limit=3, prefilling_limit=3, prefill_chunk_token_count=BLOCK, prefill_slice_s=0.0
+        ),
+    )
+    served, dice = bench.served, random.Random(0)
+    promises = [
+        bench.submit((*b"abcd", *drawn_image(dice), *b"dcba", number), max_output_tokens=40)
+        for number in b"abc"
+    ]
+    for _ in range(30):
+        served.step_engine()
+        # Somebody else takes the memory once two decode, and gives it back.
+        served.guard.limit_bytes = 300 if len(served.runner.decoding) > 1 else 8_000
+    served.guard.limit_bytes = 8_000
+    served.come_to_rest()
+    assert served.loop.counters.stats.parked_total > 0
+    for promise in promises:
+        bench.ledger.check_end(promise, served.recorder.events[promise.request.request_id])

@@ -10,6 +10,8 @@ import sys
 import pytest
 from icehouse_server.bootstrap.machine import allow_open_files
 
+from tests.fixtures.patience import BOUND_S
+
 _SCRIPT = """
 import ctypes, sys
 from icehouse_server.bootstrap.machine import give_back_large_arrays
@@ -30,7 +32,7 @@ print(bool(ctypes.c_size_t.from_address(block - 8).value & IS_MAPPED))
 @pytest.mark.parametrize(("mode", "is_mapped"), [("default", "False"), ("bounded", "True")])
 def test_a_large_block_is_mapped_for_itself(mode: str, is_mapped: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, mode], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", _SCRIPT, mode], capture_output=True, text=True, check=True, timeout=BOUND_S
     )
     assert done.stdout.strip() == is_mapped
 
@@ -48,7 +50,7 @@ print(count >= 1000, id(loaded[0]) in looked_through, id(later) in looked_throug
 
 def test_what_is_loaded_is_not_looked_through_again_and_what_comes_later_is() -> None:
     command = [sys.executable, "-c", _FREEZE_SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=BOUND_S)
     assert done.stdout.split() == ["True", "False", "True", "True"]
 
 
@@ -74,7 +76,7 @@ def test_open_files_are_allowed_as_far_as_the_system_lets_them(
     soft: int, hard: int, wanted: int, told: int, then: int
 ) -> None:
     command = [sys.executable, "-c", _FILES_SCRIPT, *map(str, (soft, hard, wanted))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=BOUND_S)
     assert done.stdout.split() == [str(told), str(then), str(hard)]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 
+from tests.fixtures.patience import BOUND_S
+
 SHORT_S = 0.004
 
 
@@ -77,7 +79,7 @@ async def test_it_pings_again_and_again_until_the_block_ends(listener: socket.so
             looks.set()
         return answer is True
 
-    async with asyncio.timeout(30), told.watched(is_alive):
+    async with asyncio.timeout(BOUND_S), told.watched(is_alive):
         await looks.wait()
     assert heard(listener) == ["WATCHDOG=1", "WATCHDOG=1"]
     assert len(asyncio.all_tasks()) == 2  # This one, and the pings' on its way out.

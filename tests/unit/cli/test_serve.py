@@ -35,6 +35,7 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.fixtures.whole_server import whole_server
 
@@ -54,7 +55,7 @@ def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expecte
     program = _STUCK.format(is_stuck=is_stuck, code=code)
     path = [*filter(None, sys.path)]
     boot = f"import sys; sys.path[:] = {path!r}\n{program}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
     assert ended.returncode == expected, ended.stderr
     assert ("stuck_work_abandoned tokenizer_0" in ended.stderr) is is_stuck
 
@@ -78,7 +79,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 def test_idle_threads_of_the_event_loop_are_no_stuck_work() -> None:
     path = [*filter(None, sys.path)]
     boot = f"import sys; sys.path[:] = {path!r}\n{_LOOPS_OWN_WORK}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -107,7 +108,7 @@ asyncio.run(main())
 
 def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process() -> None:
     boot = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}\n{_ENDLESS}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=60, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
     assert ended.returncode == 3 and "stuck_end_abandoned" in ended.stderr, ended.stderr
 
 
@@ -130,7 +131,7 @@ async def test_the_log_says_that_a_model_is_served_only_where_it_is(
         stop.set()
     gc.unfreeze()
     with caplog.at_level(logging.INFO, "icehouse.boot"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             has_begun = await serve._has_begun(
                 router, stop, serve.Narrator(SystemClock()), address="localhost:1", model_id="tiny"
             )
@@ -177,7 +178,7 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
     go_on, original = threading.Event(), getattr(owner, method)
 
     def hang(self: Any) -> Any:
-        go_on.wait(60)
+        go_on.wait(BOUND_S)
         return original(self)
 
     monkeypatch.setattr(owner, method, hang)
@@ -192,15 +193,15 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
         pass
     assert codes == [1] and line in caplog.text
     go_on.set()
-    assert server.served.engine.join(timeout_s=60)
-    assert server.served.storage is not None and server.served.storage.join(timeout_s=60)
+    assert server.served.engine.join(timeout_s=BOUND_S)
+    assert server.served.storage is not None and server.served.storage.join(timeout_s=BOUND_S)
 
 
 async def test_telemetry_that_does_not_end_is_left_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(60))
+    monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(BOUND_S))
     monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, telemetry_s=0.05))
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"):
         pass

@@ -17,7 +17,8 @@ from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 
-from tests.fixtures.engine import BOUND_S, FakeDecoder, FakeRunner, Recorder, no_prefix, request
+from tests.fixtures.engine import FakeDecoder, FakeRunner, Recorder, no_prefix, request
+from tests.fixtures.patience import BOUND_S
 
 LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
 

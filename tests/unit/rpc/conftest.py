@@ -18,6 +18,7 @@ from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.fixtures.rpc.fake_grammars import FakeGrammars
 from tests.fixtures.rpc.stubs import Stubs
@@ -54,7 +55,7 @@ class RunningServer(Stubs):
     async def cancelled(self) -> str:
         """Wait for the next cancel that reaches the engine."""
         return await asyncio.get_running_loop().run_in_executor(
-            None, lambda: self.engine.cancelled.get(timeout=10)
+            None, lambda: self.engine.cancelled.get(timeout=BOUND_S)
         )
 
     async def settle(self) -> None:

@@ -19,6 +19,7 @@ from icehouse_server.config import SecurityConfig, ServerConfig
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.address import bind, is_loopback
 
+from tests.fixtures.patience import BOUND_S
 from tests.unit.rpc.conftest import RunningServer, running
 
 NOBODY = 65534
@@ -208,7 +209,7 @@ async def test_grpc_tells_nothing_of_a_unix_peer(tmp_path: Path, credentials: st
         channel = grpc.aio.secure_channel(path, grpc.local_channel_credentials(kind))
     await server.start()
     async with channel:
-        call: Any = channel.unary_unary("/any/Method")(b"", timeout=20)
+        call: Any = channel.unary_unary("/any/Method")(b"", timeout=BOUND_S)
         await call
     await server.stop(None)
     [(peer, context)] = told

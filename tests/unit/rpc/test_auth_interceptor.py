@@ -16,6 +16,7 @@ from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_
 from icehouse_server.config import ConnectionConfig
 from icehouse_server.rpc.calls.methods import Access, Pool
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
@@ -30,7 +31,6 @@ CALL_COUNT = 60
 EVERYTHING = {"channelz_enabled": True, "worker": worker_parts()}
 """All that a server may serve."""
 FEW_OF_A_CALLER = [name for name, row in METHODS_HERE.items() if row.caller_limit is not None]
-BOUND_S = 30.0
 FRAME_BYTES = 1 << 14
 """The longest frame that a server takes unasked."""
 EXHAUSTED = str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])

@@ -14,6 +14,7 @@ from icehouse.v1 import inference_service_pb2
 from icehouse_server.config import ConnectionConfig
 from icehouse_server.domain.events import Delta
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging
 from tests.fixtures.rpc.http2 import ENHANCE_YOUR_CALM, framed, peer_of
@@ -27,8 +28,8 @@ async def is_serving(served: RunningServer) -> bool:
     """Whether a well-behaved client on a new connection is served."""
     async with grpc.aio.insecure_channel(served.server.address, options=channel_options()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
-    reply = await served.inference.Generate(GENERATE, timeout=20)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+    reply = await served.inference.Generate(GENERATE, timeout=BOUND_S)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING and reply.text == " w0")
 
 
@@ -212,7 +213,7 @@ async def test_a_peer_that_does_not_speak_is_cut_off() -> None:
     async with running(connection=ConnectionConfig(handshake_timeout_s=0.3)) as served:
         host, _, port = served.server.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             await reader.read()
             while await reader.read(1 << 10):
                 pass

@@ -32,6 +32,7 @@ from icehouse_server.rpc.calls.reason_table import TABLE
 from icehouse_server.rpc.reflection import pool_with_v1
 
 from tests.fixtures.image_files import drawn_file, drawn_uri
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import finished, started
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
@@ -180,11 +181,11 @@ def target() -> Iterator[Target]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(BOUND_S)
     with grpc.insecure_channel(held[0].server.address) as channel:
         yield Target(held[0], channel)
         done.set()
-        thread.join(30)
+        thread.join(BOUND_S)
     assert not thread.is_alive()
 
 

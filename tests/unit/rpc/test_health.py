@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hyperframe.frame import SettingsFrame
 from icehouse_server.domain.model import EngineState
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.http2 import framed, peer_of
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -17,7 +18,6 @@ WATCH_PATH = "/grpc.health.v1.Health/Watch"
 WATCH = framed(health_pb2.HealthCheckRequest().SerializeToString())
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-BOUND_S = 10.0
 
 
 def health(served: RunningServer) -> Any:

@@ -34,6 +34,7 @@ from tests.fixtures.models.vocabulary import (
     byte_fallback_tokenizer,
     tokenizer,
 )
+from tests.fixtures.patience import BOUND_S
 
 BUILT = tokenizer()
 
@@ -390,5 +391,5 @@ def test_the_deepest_form_of_the_largest_size_fits_the_stack(line: str) -> None:
         thread.start()
     finally:
         threading.stack_size(old)
-    thread.join(60)
+    thread.join(BOUND_S)
     assert not thread.is_alive() and failures == []

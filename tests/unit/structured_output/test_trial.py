@@ -15,6 +15,7 @@ from icehouse_server.structured_output.compiler import GrammarCompiler, stack_by
 from icehouse_server.structured_output.trial import TrialLimits, TrialProcess, TrialSetup, command
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
+from tests.fixtures.patience import BOUND_S
 from tests.unit.structured_output.test_compiler import Vocabulary, compiler
 
 BOMB = JsonSchema(json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}))
@@ -118,5 +119,5 @@ def test_without_a_process_forms_are_taken_untried(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    ended = subprocess.run(command(), input=b"", timeout=60, check=True)
+    ended = subprocess.run(command(), input=b"", timeout=BOUND_S, check=True)
     assert ended.returncode == 0

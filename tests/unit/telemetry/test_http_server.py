@@ -10,7 +10,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import pytest
 from icehouse_server.telemetry.http_server import CONNECTION_LIMIT, MetricsServer
 
-_TIMEOUT_S = 20.0
+from tests.fixtures.patience import BOUND_S
 
 
 def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -34,7 +34,7 @@ def get(
     server: MetricsServer, path: str = "/metrics", host: str = "127.0.0.1", *, named: str | None = None
 ) -> tuple[int, bytes]:
     """Ask at `host`, and say that it is `named`."""
-    connection = http.client.HTTPConnection(host, server.server_port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, server.server_port, timeout=BOUND_S)
     with contextlib.closing(connection):
         connection.request("GET", path, headers={} if named is None else {"Host": named})
         answer = connection.getresponse()
@@ -98,7 +98,7 @@ def test_whoever_wants_may_have_any_name() -> None:
 def test_a_probe_that_says_no_name_is_answered() -> None:
     # No browser leaves it out: HTTP/1.0 probes of load balancers do.
     with serving() as server:
-        probe = socket.create_connection(("127.0.0.1", server.server_port), timeout=_TIMEOUT_S)
+        probe = socket.create_connection(("127.0.0.1", server.server_port), timeout=BOUND_S)
         with contextlib.closing(probe):
             probe.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert b" 200 OK" in probe.makefile("rb").readline()
@@ -114,7 +114,7 @@ def test_those_who_say_nothing_make_room_and_take_no_more_threads() -> None:
     with serving() as server, contextlib.ExitStack() as stack:
         silent = []
         for number in range(3 * CONNECTION_LIMIT):
-            connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=_TIMEOUT_S)
+            connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=BOUND_S)
             silent.append(stack.enter_context(connection))
             if number % 2:
                 connection.sendall(b"GET /metrics HTTP/1.1\r\n")
@@ -123,7 +123,7 @@ def test_those_who_say_nothing_make_room_and_take_no_more_threads() -> None:
             assert connection.recv(1) == b"", "the oldest are ended"
         threads = [thread for thread in threading.enumerate() if thread not in before]
         for thread in threads[: -CONNECTION_LIMIT - 1]:
-            thread.join(_TIMEOUT_S)
+            thread.join(BOUND_S)
             assert not thread.is_alive()
 
 
@@ -131,7 +131,7 @@ def test_a_stop_ends_who_is_connected() -> None:
     with contextlib.ExitStack() as stack:
         with serving() as server:
             silent = stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.server_port), timeout=_TIMEOUT_S)
+                socket.create_connection(("127.0.0.1", server.server_port), timeout=BOUND_S)
             )
             assert get(server) == (200, b"/metrics")
         assert silent.recv(1) == b""

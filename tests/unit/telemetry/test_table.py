@@ -19,6 +19,7 @@ from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusM
 from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT, USAGE, call_record
 
 UNITS = {"s", "By", "By/s", "{token}/s", "1"}
@@ -115,7 +116,7 @@ def scrape() -> Iterator[Any]:
         endpoint = PrometheusEndpoint(meter, host="127.0.0.1", port=0)
         endpoints.append(endpoint)
         url = endpoint.start(lambda: snapshot)
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
             text = answer.read().decode()
         return {family.name: family for family in text_string_to_metric_families(text)}
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 
 from icehouse_server.averages import MovingAverage
@@ -59,7 +61,8 @@ class Rates:
         """Predict how long restoring takes, in seconds."""
         read_s = ssd_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
         adopt_s = token_count / self.adopt_tokens_per_s if self.adopt_tokens_per_s else 0.0
-        return (read_s + adopt_s) * _UNTRIED**self.untried_count
+        # A product: powers differ from processor to processor in the last bit.
+        return (read_s + adopt_s) * math.prod(itertools.repeat(_UNTRIED, self.untried_count))
 
     def prefill_s(self, token_count: int) -> float:
         """Predict how long computing takes, in seconds; 0 before anything was measured."""

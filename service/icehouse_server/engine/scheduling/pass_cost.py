@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
+import operator
 import statistics
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 _KEPT_OF_A_KIND = 6
 """Passes kept of each doubling of tokens and of positions."""
 _HALF_LIFE = 128
 _LIFE = 4 * _HALF_LIFE
-"""In passes: after one half-life a pass counts half, after its life it is dropped."""
+"""In passes, a power of two: after one half-life a pass counts half, after its life it is dropped."""
 _SURPRISE_FACTOR = 2.0
 _SURPRISE_COUNT = 12
 _LONG_SURPRISE_COUNT = 3
@@ -36,9 +39,10 @@ their sizes had been measured before; fewer do where they took so long together.
 _CHANGE_AGE = _HALF_LIFE // 4
 """Passes of before a change are so much older."""
 _PRIOR_WEIGHT = 0.03
-"""Of a measured pass. Where the passes do not tell, half of the usual one's time is taken to be fixed and
-half to grow with its tokens: either guess alone would confirm itself, by choosing the sizes that cannot
-refute it."""
+"""Of a measured pass."""
+_PRIOR = _PRIOR_WEIGHT * np.column_stack([np.eye(5), [0.5, 0.5, 0.0, 0.0, 0.0]])
+"""Where the passes do not tell, half of the usual one's time is taken to be fixed and half to grow with its
+tokens: either guess alone would confirm itself, by choosing the sizes that cannot refute it."""
 _LEAST_S = 1e-6
 """No pass takes less; a clock that says so was read at the wrong moment."""
 _TOKENS_REACH = 2.0
@@ -284,22 +288,101 @@ def _kind_of(size: PassSize) -> _Kind:
 
 
 def _fit(passes: list[_Measured], *, now: int) -> PassCost:
-    """Return the non-negative cost whose relative errors over the passes are least."""
-    counts = [(p.size.token_count, p.size.score_count, p.size.draw_count, p.size.read_count) for p in passes]
-    sizes = np.array([(1, *each) for each in counts], dtype=float)
-    seconds = np.array([p.elapsed_s for p in passes])
-    weights = np.sqrt(0.5 ** ((now - np.array([p.number for p in passes])) / _HALF_LIFE))
+    """Return the non-negative cost whose relative errors over the passes are least.
+
+    It comes to the same bits on every processor: sums in a fixed order, products, quotients and square roots
+    alone, which IEEE 754 rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it
+    may hang who gets a token more, and what happened on one machine could not be played again on another.
+    """
+    measured = np.array([(1, *_counts_of(p.size), p.elapsed_s) for p in passes], dtype=float)
+    sizes, seconds = measured[:, :-1], measured[:, -1]
+    weights = np.array([_root_of_fade(now - p.number) for p in passes])
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
-    units = np.median(seconds) / np.maximum(1.0, np.median(sizes, axis=0))
-    rows = np.vstack([sizes * units * (weights / seconds)[:, None], _PRIOR_WEIGHT * np.eye(len(units))])
-    wanted = np.concatenate([weights, _PRIOR_WEIGHT * np.array([0.5, 0.5, 0.0, 0.0, 0.0])])
-    shares = np.zeros(len(units))
+    ranked = np.sort(measured, axis=0)
+    usual = 0.5 * (ranked[(len(passes) - 1) // 2] + ranked[len(passes) // 2])
+    units = usual[-1] / np.maximum(1.0, usual[:-1])
+    columns = np.empty((len(passes) + len(units), len(units) + 1))
+    columns[: len(passes), :-1] = sizes * units * (weights / seconds)[:, None]
+    columns[: len(passes), -1] = weights
+    columns[len(passes) :] = _PRIOR
+    rows = _triangle(columns)
+    shares = [0.0] * len(units)
     free = list(range(len(units)))
     while free:
-        # Times that lie many orders apart make normal equations that cannot be solved.
-        found = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
-        if found.min() >= 0.0:
-            shares[free] = found
+        found = _solution(rows)
+        if min(found) >= 0.0:
+            for place, share in zip(free, found, strict=True):
+                shares[place] = share
             break
-        free.pop(int(found.argmin()))
-    return PassCost(*(float(share * unit) for share, unit in zip(shares, units, strict=True)))
+        least = found.index(min(found))
+        free.pop(least)
+        rows = _without(rows, least)
+    return PassCost(*(share * float(unit) for share, unit in zip(shares, units, strict=True)))
+
+
+def _counts_of(size: PassSize) -> tuple[int, int, int, int]:
+    return size.token_count, size.score_count, size.draw_count, size.read_count
+
+
+def _root_of_fade(age: int) -> float:
+    """Return the square root of what a pass counts that is so many passes old."""
+    halvings, rest = divmod(age, len(_ROOTS_OF_FADES))
+    return math.ldexp(_ROOTS_OF_FADES[rest], -halvings)
+
+
+def _roots_of_fades() -> tuple[float, ...]:
+    """Return the square roots of what passes of each age count, up to the age where a root is a half."""
+    fade = 0.5
+    for _ in range(_HALF_LIFE.bit_length()):
+        fade = math.sqrt(fade)
+    return tuple(itertools.accumulate(itertools.repeat(fade, 2 * _HALF_LIFE - 1), operator.mul, initial=1.0))
+
+
+_ROOTS_OF_FADES = _roots_of_fades()
+
+
+_Rows = list[list[float]]
+"""An upper triangle, and a column more of what is wanted."""
+
+
+def _triangle(columns: npt.NDArray[np.float64]) -> _Rows:
+    """Return R of the columns' QR decomposition, less the row of the last one, which is what is wanted.
+
+    By the modified Gram-Schmidt process, which so solves least squares as stably as Householder's
+    reflections do (Björck, 1967). Normal equations of times that lie many orders apart cannot be solved.
+    """
+    count = columns.shape[1] - 1
+    triangle = np.zeros((count, count + 1))
+    for place in range(count):
+        first = columns[:, :1]
+        # Row by row: in which order `sum` adds is numpy's to choose.
+        products = np.add.accumulate(first * columns)[-1]
+        length = math.sqrt(products[0])
+        triangle[place, place:] = products / length
+        columns = columns[:, 1:] - first * (triangle[place, place + 1 :] / length)
+    rows: _Rows = triangle.tolist()
+    return rows
+
+
+def _without(rows: _Rows, column: int) -> _Rows:
+    """Return the triangle of all columns but one, by Givens rotations."""
+    rows = [row[:column] + row[column + 1 :] for row in rows]
+    for place in range(column, len(rows) - 1):
+        upper, lower = rows[place : place + 2]
+        length = math.sqrt(upper[place] * upper[place] + lower[place] * lower[place])
+        cosine, sine = upper[place] / length, lower[place] / length
+        rows[place] = [cosine * high + sine * low for high, low in zip(upper, lower, strict=True)]
+        rows[place + 1] = [cosine * low - sine * high for high, low in zip(upper, lower, strict=True)]
+    return rows[:-1]
+
+
+def _solution(rows: _Rows) -> list[float]:
+    """Return what the columns are to be multiplied by to give the last one."""
+    count = len(rows)
+    found = [0.0] * count
+    for place in reversed(range(count)):
+        left = rows[place][count]
+        for later in range(place + 1, count):
+            left -= rows[place][later] * found[later]
+        found[place] = left / rows[place][place]
+    return found

@@ -36,6 +36,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.authority import Authority
 from tests.unit.rpc.conftest import running
 
@@ -237,9 +238,9 @@ async def test_a_server_that_goes_away_is_waited_for() -> None:
                 look, served.server.address, asked, lambda: loop.call_soon_threadsafe(asked.set)
             )
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             await asked.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         notices = await looking
     assert notices[0] == "" and "is away" in notices[-1]
 

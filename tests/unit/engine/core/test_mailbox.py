@@ -6,7 +6,7 @@ import threading
 
 from icehouse_server.engine.core.mailbox import Mailbox
 
-from tests.fixtures.engine import BOUND_S
+from tests.fixtures.patience import BOUND_S
 
 
 def test_work_is_bounded_and_control_is_not() -> None:

@@ -17,8 +17,8 @@ from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, Restore
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.errors import StorageError
 
-from tests.fixtures.engine import BOUND_S
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 from tests.unit.engine.runner.test_mixed_rows import runner_of
 
 PROMPT = tuple(3 + j * 7 % 290 for j in range(20))

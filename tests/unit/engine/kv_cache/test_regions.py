@@ -20,6 +20,7 @@ from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_
 from icehouse_server.storage.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache
 
+from tests.fixtures.patience import BOUND_S
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
     CHUNK,
@@ -158,9 +159,9 @@ def test_views_are_read_and_freed_on_another_thread() -> None:
     expected = hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
     inbox.put(host)
     del host, array
-    assert answers.get(timeout=30) == expected
-    assert answers.get(timeout=30) == "freed"
-    thread.join(timeout=30)
+    assert answers.get(timeout=BOUND_S) == expected
+    assert answers.get(timeout=BOUND_S) == "freed"
+    thread.join(timeout=BOUND_S)
     mx.clear_cache()
     assert mx.get_active_memory() - before_bytes < 64 * 1024, "the buffer outlived its last view"
 
@@ -179,7 +180,7 @@ def test_a_lazy_array_off_its_thread_shows_the_error() -> None:
 
     thread = threading.Thread(target=storage)
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=BOUND_S)
     assert len(raised) == 1 and "Stream" in str(raised[0])
 
 

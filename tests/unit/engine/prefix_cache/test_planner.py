@@ -141,6 +141,11 @@ def test_recomputing_keeps_what_ram_has() -> None:
     assert found.report.limit is ReuseLimit.RECOMPUTE_FASTER
 
 
+def test_what_restoring_takes_is_a_product_which_every_processor_rounds_alike() -> None:
+    rates = Rates(read_bytes_per_s=1.0, untried_count=3)
+    assert rates.restore_s(ssd_bytes=1, token_count=0) == 0.99 * 0.99 * 0.99
+
+
 def test_a_slow_first_load_is_no_reason_to_compute_for_ever() -> None:
     """It may meet cold files and fresh pages: eight prompts of 800 tokens were computed in 8 s behind such a
     one, where reading them takes half a second."""

@@ -20,8 +20,8 @@ from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
-from tests.fixtures.engine import BOUND_S
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 BLOCK = 256

@@ -24,8 +24,9 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.fixtures.engine import BOUND_S, Recorder, no_prefix
+from tests.fixtures.engine import Recorder, no_prefix
 from tests.fixtures.models import build, tiny_model_dir
+from tests.fixtures.patience import BOUND_S
 
 SAMPLINGS = (
     SamplingParams(),

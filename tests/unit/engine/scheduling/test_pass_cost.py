@@ -77,6 +77,23 @@ def test_noise_of_a_fifth_leaves_an_expectation_of_the_faster_passes() -> None:
         assert error(learner, undisturbed, size) < 0.1, size
 
 
+def test_costs_are_the_same_on_every_processor_to_the_last_bit() -> None:
+    """The simulation's stories hang on them, and a seed is to give the same story everywhere."""
+    truth = PassCost(fixed_s=0.008, token_s=2e-5, score_s=1e-9, draw_s=1e-4, read_s=4e-8)
+    learner = PassCostLearner()
+    sizes = [size + PassSize.of_rows([100] * count) for count in (0, 3) for size in VARIED]
+    teach(learner, truth, sizes * 3, noise=0.2)
+    cost = learner.cost()
+    assert cost is not None
+    assert [part.hex() for part in dataclasses.astuple(cost)] == [
+        "0x1.d0f52267a1910p-8",
+        "0x1.43126b60c96a3p-16",
+        "0x1.afb5b484c22f4p-31",
+        "0x1.65af0a0bc0b07p-14",
+        "0x1.dbd712a045e8cp-23",
+    ]
+
+
 def test_passes_of_one_size_leave_it_open_what_is_fixed() -> None:
     cost = taught(*[(0, 16, 0.016)] * 3).cost()
     assert cost is not None and cost.seconds(PassSize.of_chunk(0, 16)) == pytest.approx(0.016, rel=0.01)

@@ -19,6 +19,7 @@ from icehouse_server.config import SecurityConfig
 from icehouse_server.domain.events import Delta
 from icehouse_server.errors import Reason, StartError
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.authority import Authority, dns, uri
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging
@@ -65,7 +66,7 @@ async def served_name(served: RunningServer) -> str:
         context.verify_mode = ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
         with (
-            socket.create_connection((host, int(port)), timeout=10) as plain,
+            socket.create_connection((host, int(port)), timeout=BOUND_S) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = secured.getpeercert(binary_form=True)
@@ -82,14 +83,14 @@ async def test_tls_serves_those_who_trust_it(authority: Authority, tmp_path: Pat
             assert (await inference(channel).Generate(REQUEST)).text == " w0"
         async with channel_of(served, Authority("another")) as stranger:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await inference(stranger).Generate(REQUEST, timeout=10)
+                await inference(stranger).Generate(REQUEST, timeout=BOUND_S)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_plain_text_is_not_spoken_on_a_tls_port(authority: Authority, tmp_path: Path) -> None:
     async with running(security=tls(authority, tmp_path)) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await served.inference.Generate(REQUEST, timeout=10)
+            await served.inference.Generate(REQUEST, timeout=BOUND_S)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -170,7 +171,7 @@ async def test_who_shows_no_certificate_or_a_foreign_one_is_not_served(
         for client in (None, Authority("another").issue("x", SEARCH)):
             async with channel_of(served, authority, client=client) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await inference(channel).Generate(REQUEST, timeout=10)
+                    await inference(channel).Generate(REQUEST, timeout=BOUND_S)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert served.engine.submitted == []
 
@@ -198,7 +199,7 @@ async def test_new_client_authorities_are_asked_from_the_next_connection_on(
         client = successor.issue("x", SEARCH)
         async with channel_of(served, authority, client=client) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await inference(channel).Generate(REQUEST, timeout=10)
+                await inference(channel).Generate(REQUEST, timeout=BOUND_S)
         (tmp_path / "ca.pem").write_bytes(authority.pem + successor.pem)
         await served.server.security.refresh()
         async with channel_of(served, authority, client=client) as channel:

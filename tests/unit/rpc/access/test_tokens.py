@@ -24,6 +24,7 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import TOKEN_COUNT_LIMIT, TokenFile, digest_of, line_of, new_token
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import Refusal, refused
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -247,7 +248,7 @@ async def test_a_failure_of_our_own_does_not_end_the_reloading(
         with monkeypatch.context() as broken:
             broken.setattr("icehouse_server.rpc.access.tokens._token_of", overflow)
             write(tmp_path / "tokens", line(ADS, "ads"))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(BOUND_S):
                 await has_failed_twice.wait()
             await served.inference.Generate(GENERATE, metadata=bearer(SEARCH))
         details = [vars(r)["detail"] for r in caplog.records if r.getMessage() == "old_secrets_kept"]

@@ -14,6 +14,7 @@ from icehouse.v1 import cache_service_pb2, inference_service_pb2
 from icehouse_server.rpc.calls.methods import METHODS, Access, Cost, Method, Pool, markdown
 from icehouse_server.rpc.reflection import pool_with_v1
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.worker import METHODS_HERE, needs_protocol, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -114,7 +115,7 @@ async def test_one_that_brings_its_own_keeps_it(
 ) -> None:
     end_soon(monkeypatch, "icehouse.v1.CacheService/WatchStats")
     request = cache_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
-    watch = served.cache.WatchStats(request, timeout=30)
+    watch = served.cache.WatchStats(request, timeout=BOUND_S)
     for _ in range(3):
         assert (await watch.read()).HasField("stats")
     watch.cancel()
@@ -131,7 +132,7 @@ async def test_a_stream_of_requests_ends_too(served: RunningServer, monkeypatch:
     name = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
     end_soon(monkeypatch, name)
     call: Any = served.channel.stream_stream(f"/{name}")()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(BOUND_S):
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -12,6 +12,8 @@ from icehouse_server.errors import Overloaded, Reason
 from icehouse_server.rpc.calls.methods import Pool, shares_of
 from icehouse_server.rpc.calls.shares import FairQueue, Hold, Share
 
+from tests.fixtures.patience import BOUND_S
+
 
 def fill(share: Share, origin: str, held: contextlib.ExitStack) -> int:
     """Take places until refused; return how many."""
@@ -136,7 +138,7 @@ def test_everybody_gets_a_turn_and_all_of_it_comes_back(calls: list[tuple[str, i
                 await asyncio.sleep(0)
             hold.release()
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*(one(*call) for call in calls))
         hold = await queue.take("d", 10)
         assert hold.amount == 10 and queue.waiting_count == 0

@@ -30,6 +30,7 @@ from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.calls.wire import cancel_code
 from icehouse_server.rpc.monitoring.load_report import TRAILER_KEY, report_of
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import REPORT, hanging
 from tests.fixtures.rpc.http2 import framed, peer_of
 from tests.unit.rpc.conftest import RunningServer, running
@@ -59,7 +60,7 @@ class Notes:
 
     async def ended(self, count: int) -> None:
         """Return when so many calls have ended."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             while len(self.wire) < count:
                 self.changed.clear()
                 await self.changed.wait()

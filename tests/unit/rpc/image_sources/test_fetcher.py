@@ -18,6 +18,7 @@ from icehouse_server.rpc.image_sources import fetcher as fetchers
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.image_sources.files import read_file
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.web_host import WebHost, answer, web_host
 
 INLINE = ImageSource(b"inline", "image/png", "parts[0]")
@@ -156,7 +157,7 @@ async def test_a_disk_that_hangs_holds_its_thread_and_nobody_else(
     def hanging(address: Any, **limits: Any) -> bytes:
         if address.names == ("hangs",):
             begun.release()
-            go.wait(30)
+            go.wait(BOUND_S)
         return read(address, **limits)
 
     monkeypatch.setattr(fetchers, "read_file", hanging)
@@ -167,6 +168,6 @@ async def test_a_disk_that_hangs_holds_its_thread_and_nobody_else(
             await data_of(fetcher, named(f"file://{folder}/hangs"))
     assert begun.acquire() and begun.acquire() and not begun.acquire(blocking=False), "half of the threads"
     callers.origin.set("b")
-    fetcher._config = dataclasses.replace(fetcher._config, image_fetch_timeout_s=30.0)
+    fetcher._config = dataclasses.replace(fetcher._config, image_fetch_timeout_s=BOUND_S)
     assert await data_of(fetcher, named(f"file://{folder}/cat.png")) == [b"cat", b"inline"]
     go.set()

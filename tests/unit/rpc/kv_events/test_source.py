@@ -15,6 +15,7 @@ from icehouse_server.rpc.kv_events.events import BlockStored
 from icehouse_server.rpc.kv_events.source import KvEventSource
 
 from tests.fixtures.kv_event_source import source_of
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import FakeEngine
 
 ROOT = BlockHash(b"r" * 32)
@@ -53,7 +54,7 @@ async def test_nothing_is_asked_before_somebody_subscribes(engine: FakeEngine) -
     assert engine.orders == [] and not log.is_on
     subscription = source.subscribe(after_number=0, tenant=None)
     assert subscription.take() is not None, "the state as it is known comes at once"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(BOUND_S):
         await subscription.wait()
     batch = subscription.take()
     assert batch is not None and isinstance(batch.events[0], BlockStored)
@@ -75,5 +76,5 @@ async def test_without_a_cache_it_gives_up(engine: FakeEngine) -> None:
 
 async def ended(source: KvEventSource) -> None:
     assert source._task is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(BOUND_S):
         await source._task

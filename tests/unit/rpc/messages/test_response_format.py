@@ -22,6 +22,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.response_format import CHOICE_TEXT_LIMIT, response_format_of
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_grammars import FakeGrammars
 from tests.unit.rpc.conftest import RunningServer, channel_options, running
@@ -144,7 +145,7 @@ async def test_one_callers_slow_format_does_not_hold_up_anothers(served: Running
     await asyncio.get_running_loop().run_in_executor(None, served.grammars.held.wait, 30)
     async with grpc.aio.insecure_channel(served.server.address, options=channel_options()) as channel:
         other: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
-        await other.Generate(request(regex="quick"), timeout=30)
+        await other.Generate(request(regex="quick"), timeout=BOUND_S)
     assert served.grammars.compiled == [Regex("quick")]
     served.grammars.let_go.set()
     await asyncio.gather(*slow)

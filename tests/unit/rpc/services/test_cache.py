@@ -37,6 +37,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import NotFound, Reason, StorageError
 from icehouse_server.rpc.engine_client.ports import CommandReply
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, REPORT, finished, started
 from tests.unit.rpc.calls.test_wire import watched_server
@@ -232,7 +233,7 @@ async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, end: 
 
         def hold() -> None:
             reached.set()
-            go_on.wait(20)
+            go_on.wait(BOUND_S)
 
         def submit(command: CacheCommand, reply: CommandReply) -> None:
             if len(served.engine.orders) == 2:
@@ -246,7 +247,7 @@ async def test_an_order_that_may_be_long_ends_with_its_caller(method: str, end: 
         call = getattr(served.cache, method)(request, timeout=2.0 if end == "deadline" else None)
         reading = call.read() if method.endswith("Progress") else call
         waiting = asyncio.ensure_future(reading)
-        await asyncio.to_thread(reached.wait, 20)
+        await asyncio.to_thread(reached.wait, BOUND_S)
         if end == "connection lost":
             await served.channel.close()
         elif end == "cancelled":
@@ -289,7 +290,7 @@ async def test_a_warm_up_ends_with_its_caller(served: RunningServer, method: str
     served.engine.script = script
     call = getattr(served.cache, method)(messages.WarmRequest(text="Hi", request_id="w"))
     waiting = asyncio.ensure_future(call.read() if method == "WarmWithProgress" else call)
-    await asyncio.to_thread(begun.wait, 20)
+    await asyncio.to_thread(begun.wait, BOUND_S)
     call.cancel()
     await asyncio.wait([waiting])
     assert await served.cancelled() == "w"

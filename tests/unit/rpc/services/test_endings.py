@@ -17,6 +17,7 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import Cancelled, EngineFailed, Reason
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refusal_of, refused
 from tests.fixtures.rpc.fake_engine import finished, hanging, started
 from tests.unit.rpc.conftest import RunningServer, running
@@ -244,7 +245,7 @@ async def test_stopping_does_not_wait_for_watchers() -> None:
         watching_stats = served.cache.WatchStats(WatchStatsRequest(interval=Duration(seconds=3600)))
         await watching_stats.read()
         served.router.state_changed(EngineState.DRAINING, None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(BOUND_S):
             await served.server.stop(grace_s=3600)
         assert refusal_of(await read_to_error(watching_stats)).reason == "DRAINING"
 

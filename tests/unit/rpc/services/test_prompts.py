@@ -26,11 +26,11 @@ from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, Unche
 from icehouse_server.rpc.services.rerank_prompt import form_of
 
 from tests.fixtures.chat.families import THINKING, tokenizer_of
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.unit.rpc.conftest import RunningServer, running
 
-BOUND_S = 20.0
 LONG = 300 << 10
 """A text that counts as long."""
 

@@ -38,6 +38,8 @@ from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventS
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
+from tests.fixtures.patience import BOUND_S
+
 PATH = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"
 OWN, OTHER = Tenant(""), Tenant("other")
 UNPROVED_READER = Reader(OWN, sees_all_tokens=True)
@@ -134,7 +136,7 @@ class Stream:
         self.batches = (streams or KvEventStreams(source)).subscribe(request, caller, load)
 
     async def next(self) -> common.KvEventBatch:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(BOUND_S):
             return read(await anext(self.batches))
 
 

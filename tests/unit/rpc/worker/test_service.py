@@ -46,6 +46,7 @@ from icehouse_server.rpc.worker.kv_events import KvEventStreams
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 
+from tests.fixtures.patience import BOUND_S
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
 
@@ -246,11 +247,11 @@ async def test_a_name_that_another_tenant_used_first_is_one_s_own_too(tmp_path: 
         served.engine.script = hanging
         # Its name is known, and it has not reached the engine yet.
         first = served.worker.Generate(asking(regex=HELD.pattern), metadata=bearer(ADS))
-        assert await asyncio.to_thread(served.grammars.held.wait, 10)
+        assert await asyncio.to_thread(served.grammars.held.wait, BOUND_S)
         call = served.worker.Generate(asking(), metadata=bearer(SEARCH))
         await call.read()
         await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             assert [each.finish_reason for each in await rest_of(call)] == ["abort"]
         served.grammars.let_go.set()
         assert (await first.read()).chunk.token_ids == [1]
@@ -523,7 +524,7 @@ async def test_kv_events_are_handed_on_until_the_caller_leaves() -> None:
         assert (await call.read()).sequence_number == 7
         assert source.asked == [5]
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             await source.closed.wait()
 
 

@@ -15,7 +15,7 @@ from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.loads import Loaded
 from icehouse_server.storage.worker.reader_pool import ReaderPool
 
-from tests.fixtures.engine import BOUND_S
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread

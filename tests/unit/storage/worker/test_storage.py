@@ -29,6 +29,7 @@ from icehouse_server.storage.messages import (
 from icehouse_server.storage.worker.stats import note_damage
 from icehouse_server.storage.worker.storage import Storage
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import StorageThread
@@ -350,21 +351,21 @@ def test_real_threads(tmp_path):
     storage = Storage(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
     storage.start()
     chain = make_chain(6)
-    assert isinstance(outcomes.get(timeout=10), Inventory)
+    assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     for block in chain:
         storage.spill(block, storage.try_reserve(block.size_bytes))
     for _ in chain:
-        assert isinstance(outcomes.get(timeout=10), Persisted)
+        assert isinstance(outcomes.get(timeout=BOUND_S), Persisted)
     for _ in range(5):
         assert storage.load(plan(chain, capacity=96))
     for _ in range(5):
-        assert_holds(outcomes.get(timeout=10), chain, capacity=96)
+        assert_holds(outcomes.get(timeout=BOUND_S), chain, capacity=96)
     storage.request_stats()
-    answer = outcomes.get(timeout=10)
+    answer = outcomes.get(timeout=BOUND_S)
     assert isinstance(answer, StatsAnswer) and answer.stats.ssd.block_count == 6
     storage.close(deadline_time=served.clock.monotonic() + 10)
-    assert outcomes.get(timeout=10) == StorageClosed(was_clean=True)
-    assert storage.join(timeout_s=10)
+    assert outcomes.get(timeout=BOUND_S) == StorageClosed(was_clean=True)
+    assert storage.join(timeout_s=BOUND_S)
 
 
 def test_a_broken_invariant_is_told_once(tmp_path):
@@ -372,13 +373,13 @@ def test_a_broken_invariant_is_told_once(tmp_path):
     served = StorageThread(tmp_path)
     storage = Storage(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
     storage.start()
-    assert isinstance(outcomes.get(timeout=10), Inventory)
+    assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     block = make_block()
     lying = HostBlock(dataclasses.replace(block.header, token_ids=(1, 2)), block.regions)
     storage.spill(lying, storage.try_reserve(lying.size_bytes))
-    failed = outcomes.get(timeout=10)
+    failed = outcomes.get(timeout=BOUND_S)
     assert isinstance(failed, StorageFailed) and "AssertionError" in failed.error
-    assert storage.join(timeout_s=10) and outcomes.empty()
+    assert storage.join(timeout_s=BOUND_S) and outcomes.empty()
 
 
 def test_the_clean_start_still_finds_a_file_changed_in_place(tmp_path):

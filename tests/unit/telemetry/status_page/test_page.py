@@ -17,6 +17,7 @@ from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusM
 from icehouse_server.telemetry.status_page.page import StatusPage
 from icehouse_server.telemetry.status_page.report import ReportRules
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.telemetry.facts import SNAPSHOT
 from tests.unit.rpc.conftest import FakeClock
 
@@ -40,13 +41,13 @@ class Endpoint:
 
     def _read(self) -> ServerStatus | None:
         self.asked_count += 1
-        assert self.may_answer.wait(30)
+        assert self.may_answer.wait(BOUND_S)
         return self.status
 
     def get(
         self, path: str, *, host: str | None = None, method: str = "GET"
     ) -> tuple[http.client.HTTPResponse, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S)
         connection.request(method, path, headers={} if host is None else {"Host": host})
         answer = connection.getresponse()
         text = answer.read().decode()

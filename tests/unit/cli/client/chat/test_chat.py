@@ -21,6 +21,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from typer.testing import Result
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, finished, hanging, overloaded, started
 from tests.unit.cli.client.test_generate import invoke
 from tests.unit.rpc.conftest import RunningServer, running
@@ -139,7 +140,6 @@ async def test_a_refusal_and_a_server_that_is_not_there(served: RunningServer) -
 
 
 PROMPT = "> "
-BOUND_S = 60.0
 
 
 _COMMAND = """
