@@ -18,7 +18,7 @@ from icehouse_server.domain.chat import ChatMessage, Conversation, ImageTexts, R
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.call_form import EXAMPLE_NAME as _NAME
 from icehouse_server.text.call_form import call_form_of
-from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
+from icehouse_server.text.chat.template import ChatTemplate, TemplateTraits, fit
 from icehouse_server.text.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]

@@ -15,7 +15,7 @@ from icehouse_server.domain.chat import (
     ToolMode,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat_template import fit
+from icehouse_server.text.chat.template import fit
 
 from tests.fixtures.chat.families import (
     ALTERNATING,
