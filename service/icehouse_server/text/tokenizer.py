@@ -16,8 +16,9 @@ from typing import Any
 
 from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat.template import ChatTemplate
+from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
-from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from icehouse_server.text.reasoning import ReplyReasoning

@@ -37,7 +37,6 @@ TOOL_BYTES_LIMIT = 1 << 20
 """Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
-_SILENT_ROLES = ("assistant", "tool")
 _MODES = {
     tool_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
     tool_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
@@ -185,11 +184,6 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
             f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
     said = _content_of(message, field, info)
-    if not (said.text or said.images) and role not in _SILENT_ROLES:
-        raise _bad_chat(
-            f'{field}.content is empty; only an "assistant" or a "tool" may say nothing',
-            field=f"{field}.content",
-        )
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
             raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")

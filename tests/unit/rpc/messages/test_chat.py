@@ -30,6 +30,12 @@ def request(chat: dict[str, Any] | None = None, **fields: Any) -> messages.Gener
     return ParseDict({"chat": chat or {"messages": [USER]}, **fields}, messages.GenerateRequest())
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+async def test_whoever_speaks_may_say_nothing(served: RunningServer, role: str) -> None:
+    await served.inference.Generate(request({"messages": [{"role": role}, USER]}))
+    assert served.tokenizer.conversations[-1].messages[0] == ChatMessage(role, "")
+
+
 async def test_everything_of_a_conversation_arrives(served: RunningServer) -> None:
     calls = [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}, {"id": "c2", "name": "g"}]
     chat = {
@@ -125,7 +131,6 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
             "chat.messages[0].parts[1].image",
         ),
         ({"messages": [{"role": "user", "parts": [{}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts[0]"),
-        ({"messages": [{"role": "user"}]}, {}, "CHAT_INVALID", "chat.messages[0].content"),
         (
             {"messages": [USER, {**ASSISTANT, "token_ids": [5, 300]}]},
             {},

@@ -106,7 +106,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object content_ = "";
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -127,7 +127,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -261,8 +261,8 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_;
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -273,8 +273,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -286,8 +286,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -298,8 +298,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -310,8 +310,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -327,8 +327,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object toolCallId_ = "";
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -349,8 +350,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -1223,7 +1225,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object content_ = "";
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1243,7 +1245,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1264,7 +1266,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1281,7 +1283,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1295,7 +1297,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn. Without `parts` it may be empty only for "assistant" and "tool".
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1526,8 +1528,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1541,8 +1543,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1556,8 +1558,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1571,8 +1573,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1593,8 +1595,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1612,8 +1614,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1633,8 +1635,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1655,8 +1657,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1674,8 +1676,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1693,8 +1695,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1713,8 +1715,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1731,8 +1733,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1749,8 +1751,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1761,8 +1763,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1776,8 +1778,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1792,8 +1794,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1804,8 +1806,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1817,8 +1819,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1845,8 +1847,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object toolCallId_ = "";
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1866,8 +1869,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1888,8 +1892,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1906,8 +1911,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1921,8 +1927,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
