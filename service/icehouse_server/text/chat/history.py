@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -57,23 +58,32 @@ def _spoken(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
 
 def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:
     """Make one turn of those of one role in a row. A turn with calls is answered, so it ends its row."""
-    merged: list[ChatMessage] = []
+    rows: list[list[ChatMessage]] = []
     for turn in turns:
-        last = merged[-1] if merged else None
+        last = rows[-1][-1] if rows else None
         if last is None or turn.role not in roles or last.role != turn.role or last.tool_calls:
-            merged.append(turn)
-            continue
-        if last.name != turn.name:
-            last, turn = _named(last), _named(turn)
-        merged[-1] = ChatMessage(
-            role=turn.role,
-            content=_joined(last.content, turn.content),
-            images=(*last.images, *_shifted(turn, behind=last.content)),
-            name=turn.name,
-            reasoning=_joined(last.reasoning, turn.reasoning),
-            tool_calls=turn.tool_calls,
-        )
-    return merged
+            rows.append([])
+        rows[-1].append(turn)
+    return [_merged(row) if len(row) > 1 else row[0] for row in rows]
+
+
+def _merged(row: Sequence[ChatMessage]) -> ChatMessage:
+    has_one_name = len({turn.name for turn in row}) == 1
+    turns = row if has_one_name else [_named(turn) for turn in row]
+    images: list[PlacedImage] = []
+    length = 0
+    for turn in turns:
+        start = length + len(_GAP) if length and turn.content else length
+        images += _moved(turn.images, start)
+        length = start + len(turn.content)
+    return ChatMessage(
+        role=turns[0].role,
+        content=_joined(*(turn.content for turn in turns)),
+        images=tuple(images),
+        name=turns[0].name,
+        reasoning=_joined(*(turn.reasoning for turn in turns)),
+        tool_calls=turns[-1].tool_calls,
+    )
 
 
 def _named(turn: ChatMessage) -> ChatMessage:
@@ -81,7 +91,7 @@ def _named(turn: ChatMessage) -> ChatMessage:
     if turn.name is None:
         return turn
     head = f"{turn.name}: "
-    images = tuple(dataclasses.replace(p, position=p.position + len(head)) for p in turn.images)
+    images = _moved(turn.images, len(head))
     return dataclasses.replace(turn, name=None, content=head + turn.content, images=images)
 
 
@@ -106,6 +116,7 @@ class _Links:
         """Their results."""
         self._ids: dict[str, str] = {}
         """From the ids that were sent to those that stand for them."""
+        self._taken: set[str] = set()
         self._call_count = 0
 
     def turns(self, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -131,10 +142,11 @@ class _Links:
         """Return the id that stands for the next call: the one that was sent if the template takes it."""
         index, self._call_count = self._call_count, self._call_count + 1
         id = _id_as_taken(sent_id or f"call_{index}", name, index, self._traits)
-        while id in self._ids.values():  # some servers begin at call_0 with each turn
+        while id in self._taken:  # some servers begin at call_0 with each turn
             index += 1
             id = _id_as_taken(f"{sent_id}_{index}", name, index, self._traits)
         self._ids[sent_id] = id
+        self._taken.add(id)
         return id
 
     def _take_result(self, result: ChatMessage) -> None:
@@ -186,17 +198,11 @@ def _id_as_taken(id: str, name: str, index: int, traits: TemplateTraits) -> str:
 def _results_as_text(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the turns with what the user says instead of each row of results."""
     texts: list[ChatMessage] = []
-    is_in_row = False
-    for turn in turns:
-        if turn.role != "tool":
-            texts.append(turn)
-        elif is_in_row:
-            texts[-1] = dataclasses.replace(
-                texts[-1], content=f"{texts[-1].content}\n{_result_as_text(turn).content}"
-            )
+    for is_result, row in itertools.groupby(turns, key=lambda turn: turn.role == "tool"):
+        if is_result:
+            texts.append(ChatMessage("user", "\n".join(_result_as_text(turn).content for turn in row)))
         else:
-            texts.append(_result_as_text(turn))
-        is_in_row = turn.role == "tool"
+            texts += row
     return texts
 
 
@@ -256,7 +262,8 @@ def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[
             waiting = _joined(waiting, turn.content)
             continue
         if turn.role == "user" and waiting:
-            content, images = _joined(waiting, turn.content), _shifted(turn, behind=waiting)
+            content = _joined(waiting, turn.content)
+            images = _moved(turn.images, len(content) - len(turn.content))
             folded.append(dataclasses.replace(turn, content=content, images=images))
             waiting = ""
             continue
@@ -301,11 +308,9 @@ def _spaced(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMe
     return spaced
 
 
-def _shifted(turn: ChatMessage, *, behind: str) -> tuple[PlacedImage, ...]:
-    """Return a turn's images where its text follows another one."""
-    moved = len(_joined(behind, turn.content)) - len(turn.content)
-    return tuple(dataclasses.replace(p, position=p.position + moved) for p in turn.images)
+def _moved(images: Sequence[PlacedImage], length: int) -> tuple[PlacedImage, ...]:
+    return tuple(dataclasses.replace(placed, position=placed.position + length) for placed in images)
 
 
-def _joined(first: str, second: str) -> str:
-    return _GAP.join(text for text in (first, second) if text)
+def _joined(*texts: str) -> str:
+    return _GAP.join(filter(None, texts))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
 _CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+_WORD = re.compile(r"qz\d+qz")
 _THOUGHT = "qzthoughtqz"
 _BARE_TOOL = Tool("qztoolqz", "", {"properties": {"qzfieldqz": {"anyOf": [{"type": "string"}]}}})
 _TOOL = Tool("qztoolqz", "qzaboutqz", {"type": "object", "properties": {}})
@@ -39,6 +41,11 @@ class Skeleton:
     messages: tuple[ChatMessage, ...]
     fields: Mapping[str, str]
     """Where in the history the text stands that a word is for."""
+
+    def lost_fields(self, text: str) -> list[str]:
+        """Return the fields whose words a text has not."""
+        shown = set(_WORD.findall(text))
+        return [field for word, field in self.fields.items() if word not in shown]
 
 
 def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
@@ -180,7 +187,7 @@ class _Probes:
         calls = [call for message in skeleton.messages for call in message.tool_calls]
         if traits.arguments_are_text and not all(call.arguments_json in text for call in calls):
             return False
-        return all(word in text for word in skeleton.fields)
+        return not skeleton.lost_fields(text)
 
     def _has_own_developer(self) -> bool:
         """Whether the template writes a developer otherwise than a system, and than a role nobody has."""

@@ -104,7 +104,7 @@ class ChatTemplate:
             )
         except Exception:  # as above; of the words themselves it has said what it says
             return
-        lost = [field for word, field in skeleton.fields.items() if word not in text]
+        lost = skeleton.lost_fields(text)
         if lost:
             field = f"chat.{lost[0]}"
             raise _invalid(
