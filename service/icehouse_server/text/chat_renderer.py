@@ -51,7 +51,10 @@ class ChatRenderer:
         drawn = [message.token_ids for message in messages if message.token_ids]
         base = self._text(conversation, messages)
         self.template.check_shown(
-            conversation.messages, tools=conversation.tools, arguments=conversation.template_arguments
+            conversation.messages,
+            tools=conversation.tools,
+            arguments=conversation.template_arguments,
+            adds_generation_prompt=conversation.adds_generation_prompt,
         )
         if conversation.continues_final_message:
             text = self._text(conversation, messages, continues=True)

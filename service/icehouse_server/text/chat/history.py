@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 
 from icehouse_server.domain.chat import ChatMessage, PlacedImage, ToolCall
-from icehouse_server.text.chat.traits import CallIds, TemplateTraits
+from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPlace
 
 _GAP = "\n\n"
 """Between texts that were turns of their own."""
@@ -40,7 +40,10 @@ def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMes
         turns = _merge(turns, roles={"user", "assistant"})
     if not traits.takes_text_beside_calls:
         turns = [part for turn in turns for part in _text_before_calls(turn)]
-    return _alternating(turns, traits) if not traits.takes_repeated_roles else _spaced(turns, traits)
+    turns = _spaced(turns, traits) if traits.takes_repeated_roles else _alternating(turns, traits)
+    if traits.tool_place is not ToolPlace.VARIABLE and (not turns or turns[0].role != "system"):
+        turns.insert(0, ChatMessage("system", ""))
+    return turns
 
 
 def _renamed(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:

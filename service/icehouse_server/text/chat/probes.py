@@ -17,7 +17,7 @@ from typing import Any
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.step_limit import TemplateTooLong, step_limit
-from icehouse_server.text.chat.traits import CallIds, Silence, TemplateTraits
+from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm, ToolPlace
 
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
 """Renders turns that were made to fit, with tools on offer; raises what it likes."""
@@ -114,11 +114,13 @@ class _Probes:
 
     def find_tools(self) -> None:
         asked = [ChatMessage("user", "qzaskedqz")]
-        for completes in (False, True):
-            traits = dataclasses.replace(self.traits, completes_tools=completes)
+        for place, form in itertools.product(ToolPlace, ToolForm):
+            traits = dataclasses.replace(self.traits, tool_place=place, tool_form=form)
             text = self._text(asked, traits, tools=[_BARE_TOOL])
             if text is not None and _BARE_TOOL.name in text and "qzaskedqz" in text:
-                self.traits = traits
+                # Without tools there is no need of a system's turn.
+                place = place if self._tools else self.traits.tool_place
+                self.traits = dataclasses.replace(traits, tool_place=place)
                 return
         self.traits = dataclasses.replace(self.traits, shows_tools=False)
 
@@ -134,7 +136,7 @@ class _Probes:
             shows_tool_calls=(True, False),
             call_ids=tuple(CallIds),
             silence=tuple(Silence),
-            arguments_are_text=(True, False),
+            arguments=tuple(Arguments),
         )
         loops = ("uc", "ucr", "ucra", "ucrcrau")
         self._settle(
@@ -185,7 +187,7 @@ class _Probes:
         if text is None or ("r" not in history and any(written in text for written in _REWRITTEN)):
             return False
         calls = [call for message in skeleton.messages for call in message.tool_calls]
-        if traits.arguments_are_text and not all(call.arguments_json in text for call in calls):
+        if traits.arguments is Arguments.VERBATIM and not all(call.arguments_json in text for call in calls):
             return False
         return not skeleton.lost_fields(text)
 

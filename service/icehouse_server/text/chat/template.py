@@ -6,6 +6,7 @@ Runs in the rpc room's small executor, one caller at a time.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.probes import find_traits, skeleton_of
 from icehouse_server.text.chat.step_limit import STEP_LIMIT, TemplateTooLong
-from icehouse_server.text.chat.traits import TemplateTraits
+from icehouse_server.text.chat.traits import TemplateTraits, ToolPlace
 from icehouse_server.text.chat.turn_form import form_of, offer
 
 
@@ -45,7 +46,9 @@ class ChatTemplate:
 
     def _find_traits(self, *, has_tools: bool) -> TemplateTraits | None:
         def render(messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
-            return self._render(messages, tools=tools, traits=traits)
+            # As a prompt ends: with the header of a reply, unless one comes last.
+            is_answered = messages[-1].role == "assistant"
+            return self._render(messages, tools=tools, traits=traits, adds_generation_prompt=not is_answered)
 
         try:
             return find_traits(render, has_tools=has_tools)
@@ -90,17 +93,25 @@ class ChatTemplate:
             ) from error
 
     def check_shown(
-        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool], arguments: Mapping[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool],
+        arguments: Mapping[str, Any],
+        adds_generation_prompt: bool,
     ) -> None:
         """Refuse a history of which the template would drop a text without a word; raises InvalidRequest.
 
         Thoughts do not count: which of them stay is for the template to say.
         """
-
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
             text = self._render(
-                fit(skeleton.messages, traits), tools=tools, traits=traits, arguments=arguments
+                fit(skeleton.messages, traits),
+                tools=tools,
+                traits=traits,
+                arguments=arguments,
+                adds_generation_prompt=adds_generation_prompt,
             )
         except Exception:  # as above; of the words themselves it has said what it says
             return
@@ -126,12 +137,16 @@ class ChatTemplate:
     ) -> str:
         # A renderer written in Python may know fewer arguments: what is not asked for is not passed.
         extra: dict[str, Any] = dict(arguments or {})
-        if tools or traits.wants_tool_list:
-            extra["tools"] = [offer(tool, completes=traits.completes_tools) for tool in tools]
+        turns = [form_of(message, traits) for message in messages]
+        offered = [offer(tool, traits.tool_form) for tool in tools]
+        if offered and traits.tool_place is ToolPlace.IN_SYSTEM:
+            turns[0]["tools"] = json.dumps(offered, ensure_ascii=False)
+        elif offered or traits.wants_tool_list:
+            extra["tools"] = offered
         if continues_final_message:
             extra["continue_final_message"] = True if messages[-1].content else traits.reasoning_key
         rendered = self._wrapper.apply_chat_template(
-            [form_of(message, traits) for message in messages],
+            turns,
             tokenize=False,
             add_generation_prompt=adds_generation_prompt,
             **extra,

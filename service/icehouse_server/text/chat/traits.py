@@ -16,6 +16,37 @@ class CallIds(enum.Enum):
     """`functions.NAME:INDEX`, as Kimi's: the id is all that is written of the name."""
 
 
+class Arguments(enum.Enum):
+    """What a template takes the arguments of a call as."""
+
+    VERBATIM = enum.auto()
+    """A text that it writes as it is, so that they come back as they were drawn."""
+    OBJECT = enum.auto()
+    TEXT = enum.auto()
+    """A text that it reads itself."""
+
+
+class ToolForm(enum.Enum):
+    """What a template takes a tool as."""
+
+    WRAPPED = enum.auto()
+    """`{"type": "function", "function": …}`, with what the caller said and no more."""
+    COMPLETE = enum.auto()
+    """So too, with every field that a template may ask for."""
+    PLAIN = enum.auto()
+    """The function alone, with every field."""
+
+
+class ToolPlace(enum.Enum):
+    """Where a template looks for the tools."""
+
+    VARIABLE = enum.auto()
+    BESIDE_SYSTEM = enum.auto()
+    """In its variable, but it shows them only where a system's turn comes first."""
+    IN_SYSTEM = enum.auto()
+    """In the first turn, the system's, as a text."""
+
+
 class Silence(enum.Enum):
     """What the content of an assistant's turn is that says nothing."""
 
@@ -52,15 +83,14 @@ class TemplateTraits:
     takes_first_assistant: bool = True
 
     shows_tools: bool = True
-    completes_tools: bool = False
-    """It fails where a tool lacks a description or a schema its lists."""
+    tool_form: ToolForm = ToolForm.WRAPPED
+    tool_place: ToolPlace = ToolPlace.VARIABLE
     shows_tool_calls: bool = True
     """Elsewhere calls are text of the assistant."""
     shows_tool_results: bool = True
     """Elsewhere results are text of the user."""
     call_ids: CallIds = CallIds.ANY
-    arguments_are_text: bool = False
-    """It writes a text of arguments as it is, so they come back as they were drawn."""
+    arguments: Arguments = Arguments.VERBATIM
     silence: Silence = Silence.TEXT
     takes_parallel_calls: bool = True
     takes_text_beside_calls: bool = True

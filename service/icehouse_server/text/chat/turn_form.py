@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
-from icehouse_server.text.chat.traits import Silence, TemplateTraits
+from icehouse_server.text.chat.traits import Arguments, Silence, TemplateTraits, ToolForm
 
 _DEPTH_LIMIT = 16
 """Schemas inside a schema that are completed."""
@@ -27,18 +27,19 @@ def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     return form
 
 
-def offer(tool: Tool, *, completes: bool = False) -> dict[str, Any]:
-    """Return a tool as templates and parsers of calls want it; `completes`: with every field that a template
-    may ask for."""
+def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
+    """Return a tool as templates and parsers of calls want it."""
+    is_whole = form is not ToolForm.WRAPPED
     function: dict[str, Any] = {"name": tool.name}
-    if tool.description or completes:
+    if tool.description or is_whole:
         function["description"] = tool.description
-    function["parameters"] = _completed(tool.parameters) if completes else tool.parameters
-    return {"type": "function", "function": function}
+    function["parameters"] = _completed(tool.parameters) if is_whole else tool.parameters
+    return function if form is ToolForm.PLAIN else {"type": "function", "function": function}
 
 
 def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments = call.arguments_json if traits.arguments_are_text else json.loads(call.arguments_json)
+    is_object = traits.arguments is Arguments.OBJECT
+    arguments = json.loads(call.arguments_json) if is_object else call.arguments_json
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

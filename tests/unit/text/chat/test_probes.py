@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.text.chat.probes import skeleton_of
-from icehouse_server.text.chat.traits import CallIds, Silence, TemplateTraits
+from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm
 
 from tests.fixtures.chat.families import tokenizer_of
 from tests.fixtures.chat.histories import HISTORIES, TEMPLATES
@@ -20,16 +20,16 @@ def traits(template: str, *, has_tools: bool = False) -> TemplateTraits:
 
 FOUND: dict[str, dict[str, Any]] = {
     "answered_calls": {"spacer": "...", "takes_stray_results": False, "takes_user_after_result": False},
-    "arguments_as_text": {"arguments_are_text": True, "shows_tools": False, "shows_reasoning": False},
+    "arguments_as_text": {"arguments": Arguments.VERBATIM, "shows_tools": False, "shows_reasoning": False},
     "channels": {"takes_parallel_calls": False, "takes_text_beside_calls": False, "knows_developer": False},
     "chatml": {"shows_tool_calls": False, "shows_tool_results": True, "takes_lone_system": True},
     "counted_alternation": {"takes_repeated_roles": False, "takes_first_system": False},
-    "described_tools": {"wants_tool_list": True, "completes_tools": True, "shows_tools": True},
-    "ids_only": {"call_ids": CallIds.NAMED, "arguments_are_text": True},
+    "described_tools": {"wants_tool_list": True, "tool_form": ToolForm.COMPLETE, "shows_tools": True},
+    "ids_only": {"call_ids": CallIds.NAMED, "arguments": Arguments.VERBATIM},
     "lone_system_lost": {"takes_first_system": True, "takes_lone_system": False},
     "parts": {"part_roles": frozenset({"user", "assistant"})},
-    "plan_beside_calls": {"reasoning_key": "tool_plan", "arguments_are_text": False},
-    "single_calls": {"takes_parallel_calls": False, "shows_tools": True, "completes_tools": False},
+    "plan_beside_calls": {"reasoning_key": "tool_plan", "arguments": Arguments.OBJECT},
+    "single_calls": {"takes_parallel_calls": False, "shows_tools": True, "tool_form": ToolForm.WRAPPED},
     "strict_alternation": {"call_ids": CallIds.NINE_LETTERS, "takes_first_system": False},
     "thoughts_dropped": {
         "takes_first_assistant": False,

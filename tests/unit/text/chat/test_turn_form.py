@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.chat import ChatMessage, Tool
-from icehouse_server.text.chat.traits import Silence, TemplateTraits
+from icehouse_server.text.chat.traits import Arguments, Silence, TemplateTraits, ToolForm
 from icehouse_server.text.chat.turn_form import form_of, offer
 
 from tests.fixtures.chat.families import tokenizer_of
@@ -32,7 +32,7 @@ def test_a_template_that_asks_for_every_field_of_a_tool_finds_it(tool: Tool) -> 
 
 def test_only_what_is_missing_is_added() -> None:
     def parameters(tool: Tool) -> Any:
-        return offer(tool, completes=True)["function"]["parameters"]
+        return offer(tool, ToolForm.COMPLETE)["function"]["parameters"]
 
     assert parameters(TOOLS[0]) == {"type": "object", "properties": {}, "required": []}
     assert parameters(TOOLS[1])["properties"]["a"] == {"type": "integer", "description": "", **OPTIONAL}
@@ -45,15 +45,17 @@ def test_only_what_is_missing_is_added() -> None:
 def test_a_schema_without_an_end_is_completed_as_far_as_templates_look() -> None:
     schema: dict[str, Any] = {}
     schema["properties"] = {"self": schema}
-    assert offer(Tool("deep", "", schema), completes=True)["function"]["description"] == ""
+    assert offer(Tool("deep", "", schema), ToolForm.COMPLETE)["function"]["description"] == ""
 
 
 def test_arguments_are_an_object_or_the_text_that_was_drawn() -> None:
+    def arguments(form: Arguments) -> Any:
+        turn = form_of(called(made), TemplateTraits(arguments=form))
+        return turn["tool_calls"][0]["function"]["arguments"]
+
     made = call("c", "Oslo")
-    turn = called(made)
-    as_object = form_of(turn, TemplateTraits())["tool_calls"][0]["function"]["arguments"]
-    as_text = form_of(turn, TemplateTraits(arguments_are_text=True))["tool_calls"][0]["function"]["arguments"]
-    assert (as_object, as_text) == (json.loads(made.arguments_json), made.arguments_json)
+    assert arguments(Arguments.OBJECT) == json.loads(made.arguments_json)
+    assert arguments(Arguments.VERBATIM) == arguments(Arguments.TEXT) == made.arguments_json
 
 
 @pytest.mark.parametrize(
