@@ -38,9 +38,23 @@ def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
 
 
 def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    is_object = traits.arguments is Arguments.OBJECT
-    arguments = json.loads(call.arguments_json) if is_object else call.arguments_json
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": _arguments_of(call.arguments_json, traits.arguments)},
+    }
+
+
+def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
+    """Return a call's arguments; where they must be an object, a text that is none is put into one."""
+    if form is Arguments.VERBATIM:
+        return text
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    arguments = parsed if isinstance(parsed, dict) else {"arguments": text}
+    return arguments if form is Arguments.OBJECT else json.dumps(arguments, ensure_ascii=False)
 
 
 def _content_of(message: ChatMessage, traits: TemplateTraits) -> str | list[dict[str, str]] | None:
