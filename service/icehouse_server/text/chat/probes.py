@@ -93,7 +93,7 @@ def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
     probes.find_tools()
     probes.find_roles()
     probes.find_calls()
-    probes.find_results()
+    probes.find_places()
     probes.find_systems()
     probes.find_reasoning()
     return probes.traits
@@ -127,7 +127,6 @@ class _Probes:
     def find_roles(self) -> None:
         self._settle("uua", "uaau", "uuaau", takes_repeated_roles=(True, False))
         self._settle("e", "eau", spacer=("", "..."))
-        self._settle("au", "a", "aua", takes_first_assistant=(True, False))
 
     def find_calls(self) -> None:
         """Find in which form calls and results are taken; as text where they are in none."""
@@ -153,7 +152,9 @@ class _Probes:
         self._settle("upr", "uprra", "uprrprra", "uprrcra", takes_parallel_calls=(True, False))
         self._settle("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
 
-    def find_results(self) -> None:
+    def find_places(self) -> None:
+        """Find where assistants, calls and results are taken."""
+        self._settle("au", "a", "aua", "cru", takes_first_assistant=(True, False))
         self._settle("ucru", "ucrua", takes_user_after_result=(True, False))
         self._settle("ucua", "ucuau", takes_open_calls=(True, False))
         self._settle("uo", "ou", "ucro", "ucrt", "uaou", takes_stray_results=(True, False))
@@ -189,7 +190,9 @@ class _Probes:
         calls = [call for message in skeleton.messages for call in message.tool_calls]
         if traits.arguments is Arguments.VERBATIM and not all(call.arguments_json in text for call in calls):
             return False
-        return not skeleton.lost_fields(text)
+        # A loop may go on without the tools being told anew.
+        tells_tools = self._tools and self.traits.shows_tools and not calls
+        return not skeleton.lost_fields(text) and (not tells_tools or _TOOL.name in text)
 
     def _has_own_developer(self) -> bool:
         """Whether the template writes a developer otherwise than a system, and than a role nobody has."""

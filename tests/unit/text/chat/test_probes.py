@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.probes import skeleton_of
 from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm
 
-from tests.fixtures.chat.families import tokenizer_of
-from tests.fixtures.chat.histories import HISTORIES, TEMPLATES
+from tests.fixtures.chat.families import WEATHER, tokenizer_of
+from tests.fixtures.chat.histories import HISTORIES, TEMPLATES, words_of
 from tests.fixtures.models.chat_templates import THINKING, Family
 
 
@@ -88,3 +89,13 @@ def test_a_skeleton_has_a_word_for_each_text_and_none_for_silence() -> None:
     assert "messages[1].tool_calls[0].arguments_json" in skeleton.fields.values()
     assert len(skeleton.fields) == sum(bool(m.content) + 2 * len(m.tool_calls) for m in messages)
     assert not skeleton_of(HISTORIES["empty question"][:1]).fields
+
+
+@pytest.mark.parametrize("name", ["assistant first, with a call", "assistant alone", "system alone"])
+@pytest.mark.parametrize("template", ["single_calls", "strict_alternation"])
+def test_tools_and_history_are_shown_where_nobody_has_asked(template: str, name: str) -> None:
+    """These templates tell the tools in a user's turn, or in the first turn as if it were a user's."""
+    found = tokenizer_of(Family(TEMPLATES[template]))._renderer.template
+    turns = fit(HISTORIES[name], found.traits(has_tools=True))
+    text = found.text(turns, tools=[WEATHER])
+    assert all(word in text for word in (*words_of(HISTORIES[name]), WEATHER.name, WEATHER.description))
