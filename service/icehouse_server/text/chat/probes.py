@@ -24,13 +24,13 @@ Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
 
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
 _CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", "")
 _WORD = re.compile(r"qz\d+qz")
 _THOUGHT = "qzthoughtqz"
 _BARE_TOOL = Tool("qztoolqz", "", {"properties": {"qzfieldqz": {"anyOf": [{"type": "string"}]}}})
 _TOOL = Tool("qztoolqz", "qzaboutqz", {"type": "object", "properties": {}})
 _USER = frozenset({"user"})
-_REWRITTEN = ("'type': 'text'", '"type": "text"')
+_REWRITTEN = ("'type': 'text'", '"type": "text"', "'type': 'thinking'", '"type": "thinking"')
 """What a list of parts looks like where a template writes it as if it were a text."""
 
 
@@ -185,7 +185,7 @@ class _Probes:
     def _passes(self, history: str, traits: TemplateTraits) -> bool:
         skeleton = _skeleton(history)
         text = self._text(skeleton.messages, traits)
-        if text is None or ("r" not in history and any(written in text for written in _REWRITTEN)):
+        if text is None or ("r" not in history and _is_rewritten(text)):
             return False
         calls = [call for message in skeleton.messages for call in message.tool_calls]
         if traits.arguments is Arguments.VERBATIM and not all(call.arguments_json in text for call in calls):
@@ -206,8 +206,8 @@ class _Probes:
     def _thought_count(self, key: str) -> int:
         """Return in how many places the template shows what was thought under this key."""
         traits = dataclasses.replace(self.traits, reasoning_key=key)
-        texts = (self._text(_thoughtful(history), traits) for history in ("ua", "uau", "ucr", "uc"))
-        return sum(text is not None and _THOUGHT in text for text in texts)
+        texts = [self._text(_thoughtful(history), traits) for history in ("ua", "uau", "ucr", "uc")]
+        return sum(text is not None and _THOUGHT in text and not _is_rewritten(text) for text in texts)
 
     def _text(
         self, messages: Sequence[ChatMessage], traits: TemplateTraits, *, tools: Sequence[Tool] | None = None
@@ -220,6 +220,10 @@ class _Probes:
             raise
         except Exception:  # a template is a program of the model's author and raises what it likes
             return None
+
+
+def _is_rewritten(text: str) -> bool:
+    return any(written in text for written in _REWRITTEN)
 
 
 def _thoughtful(history: str) -> list[ChatMessage]:

@@ -144,7 +144,7 @@ class ChatTemplate:
         elif offered or traits.wants_tool_list:
             extra["tools"] = offered
         if continues_final_message:
-            extra["continue_final_message"] = True if messages[-1].content else traits.reasoning_key
+            extra["continue_final_message"] = bool(messages[-1].content) or traits.reasoning_key or True
         rendered = self._wrapper.apply_chat_template(
             turns,
             tokenize=False,

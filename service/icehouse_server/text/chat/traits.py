@@ -103,4 +103,4 @@ class TemplateTraits:
     shows_reasoning: bool = True
     """It shows the reasoning of any turn; those of the past may go on purpose."""
     reasoning_key: str = "reasoning_content"
-    """The name under which it looks for the reasoning of a turn."""
+    """Where it looks for the reasoning of a turn; empty where that is a part of the content."""

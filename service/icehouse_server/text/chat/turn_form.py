@@ -18,7 +18,7 @@ def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     form: dict[str, Any] = {"role": message.role, "content": _content_of(message, traits)}
     if message.name:
         form["name"] = message.name
-    if message.reasoning:
+    if message.reasoning and traits.reasoning_key:
         form[traits.reasoning_key] = message.reasoning
     if message.tool_calls:
         form["tool_calls"] = [_form_of_call(call, traits) for call in message.tool_calls]
@@ -58,6 +58,9 @@ def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
 
 
 def _content_of(message: ChatMessage, traits: TemplateTraits) -> str | list[dict[str, str]] | None:
+    if message.reasoning and not traits.reasoning_key:
+        thought = {"type": "thinking", "thinking": message.reasoning}
+        return [thought, *(_parts_of(message) if message.content else [])]
     silence = traits.silence if message.role == "assistant" and not message.content else Silence.TEXT
     if message.images or message.role in traits.part_roles or silence is Silence.PARTS:
         return _parts_of(message)

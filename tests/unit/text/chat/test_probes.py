@@ -22,8 +22,12 @@ def traits(template: str, *, has_tools: bool = False) -> TemplateTraits:
 FOUND: dict[str, dict[str, Any]] = {
     "answered_calls": {"spacer": "...", "takes_stray_results": False, "takes_user_after_result": False},
     "arguments_as_text": {"arguments": Arguments.VERBATIM, "shows_tools": False, "shows_reasoning": False},
-    "channels": {"takes_parallel_calls": False, "takes_text_beside_calls": False, "knows_developer": False},
-    "chatml": {"shows_tool_calls": False, "shows_tool_results": True, "takes_lone_system": True},
+    "channels": {
+        "takes_parallel_calls": False,
+        "knows_developer": False,
+        "reasoning_key": "reasoning_content",
+    },
+    "chatml": {"shows_tool_calls": False, "shows_tool_results": True, "shows_reasoning": False},
     "counted_alternation": {"takes_repeated_roles": False, "takes_first_system": False},
     "described_tools": {"wants_tool_list": True, "tool_form": ToolForm.COMPLETE, "shows_tools": True},
     "ids_only": {"call_ids": CallIds.NAMED, "arguments": Arguments.VERBATIM},
@@ -32,6 +36,7 @@ FOUND: dict[str, dict[str, Any]] = {
     "plan_beside_calls": {"reasoning_key": "tool_plan", "arguments": Arguments.OBJECT},
     "single_calls": {"takes_parallel_calls": False, "shows_tools": True, "tool_form": ToolForm.WRAPPED},
     "strict_alternation": {"call_ids": CallIds.NINE_LETTERS, "takes_first_system": False},
+    "thinking_parts": {"reasoning_key": "", "shows_reasoning": True, "arguments": Arguments.OBJECT},
     "thoughts_dropped": {
         "takes_first_assistant": False,
         "takes_later_system": False,

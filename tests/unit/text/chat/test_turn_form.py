@@ -11,7 +11,7 @@ from icehouse_server.text.chat.traits import Arguments, Silence, TemplateTraits,
 from icehouse_server.text.chat.turn_form import form_of, offer
 
 from tests.fixtures.chat.families import tokenizer_of
-from tests.fixtures.chat.histories import TEMPLATES, call, called, user
+from tests.fixtures.chat.histories import TEMPLATES, assistant, call, called, user
 from tests.fixtures.models.chat_templates import Family
 
 OPTIONAL = {"anyOf": [{"type": "null"}, {"type": "integer"}]}
@@ -74,3 +74,15 @@ def test_an_assistant_is_silent_as_the_template_wants_it(
     assert form_of(ChatMessage("assistant", ""), traits)["content"] == alone
     assert form_of(called(call("c", "Oslo"), text="let me see"), traits)["content"] == "let me see"
     assert form_of(user(""), traits)["content"] == ""
+
+
+def test_a_thought_is_a_part_of_the_content_where_the_template_has_no_key_for_it() -> None:
+    parts = TemplateTraits(reasoning_key="")
+    thought = {"type": "thinking", "thinking": "hm"}
+    assert form_of(assistant("ho", reasoning="hm"), parts)["content"] == [
+        thought,
+        {"type": "text", "text": "ho"},
+    ]
+    assert form_of(assistant("", reasoning="hm"), parts)["content"] == [thought]
+    assert form_of(assistant("ho"), parts)["content"] == "ho"
+    assert form_of(assistant("ho", reasoning="hm"), TemplateTraits())["reasoning_content"] == "hm"
