@@ -180,7 +180,8 @@ type ChatMessage struct {
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
 	// The text of the turn. May be empty.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
-	// The speaker's name, for templates that show it. Absent: none.
+	// The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+	// before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
 	Name *string `protobuf:"bytes,3,opt,name=name,proto3,oneof" json:"name,omitempty"`
 	// What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
 	// "assistant"; the template decides which turns keep theirs. Absent: none.

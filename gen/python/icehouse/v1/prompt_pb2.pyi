@@ -138,7 +138,9 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """The text of the turn. May be empty."""
     name: _builtins.str
-    """The speaker's name, for templates that show it. Absent: none."""
+    """The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+    before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+    """
     reasoning: _builtins.str
     """What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
     "assistant"; the template decides which turns keep theirs. Absent: none.

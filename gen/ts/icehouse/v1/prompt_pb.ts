@@ -96,7 +96,8 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   content: string;
 
   /**
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    *
    * @generated from field: optional string name = 3;
    */

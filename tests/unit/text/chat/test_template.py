@@ -220,6 +220,18 @@ def test_a_call_is_forced_behind_the_prompt_where_a_longer_past_is_written_anew(
     assert "[AVAILABLE_TOOLS]" in text and text.endswith("[INST]Hi[/INST][TOOL_CALLS]get_time[ARGS]{")
 
 
+def test_a_call_is_forced_as_text_where_the_template_writes_none() -> None:
+    """As SmolLM3 and Hammer: tools are told and calls of the past are not, yet those of a reply can be read."""
+    calls = THINKING.template[THINKING.template.index("{%- for tool_call in") :].partition("{% endfor %}")[0]
+    silent = THINKING.template.replace(calls + "{% endfor %}", "{# tool_call.name #}")
+    family = dataclasses.replace(THINKING, template=silent)
+    assert not traits(family).shows_tool_calls
+    conversation = Conversation(CALLED, tools=(CLOCK,), tool_choice=ToolChoice(ToolMode.REQUIRED))
+    rendered = tokenizer_of(family).render_chat(conversation)
+    assert rendered.opening.startswith('<tool_call>\n{"name": "get_time", "arguments": ')
+    assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in render(family, conversation)
+
+
 def test_one_tool_that_is_required_is_as_good_as_named() -> None:
     conversation = Conversation(ASKED, tools=(CLOCK,), tool_choice=ToolChoice(ToolMode.REQUIRED))
     assert '"get_time", "arguments"' in tokenizer_of(THINKING).render_chat(conversation).opening

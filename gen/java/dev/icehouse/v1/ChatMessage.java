@@ -153,7 +153,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -165,7 +166,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -186,7 +188,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -1317,7 +1320,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1328,7 +1332,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1348,7 +1353,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1369,7 +1375,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1386,7 +1393,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1400,7 +1408,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>

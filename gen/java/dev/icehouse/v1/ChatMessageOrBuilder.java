@@ -52,7 +52,8 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -61,7 +62,8 @@ public interface ChatMessageOrBuilder extends
   boolean hasName();
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -70,7 +72,8 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
