@@ -91,6 +91,8 @@ def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
     # Each is looked for under the traits that were found before it.
     probes.find_form()
     probes.find_tools()
+    if has_tools and not probes.traits.shows_tools:
+        return probes.traits  # a request with tools is refused
     probes.find_roles()
     probes.find_calls()
     probes.find_places()
