@@ -14,7 +14,7 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, Tool
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat_template import offer
+from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.reply_format import ReplyFormat
 
 EXAMPLE_NAME = "qzcalledqz"

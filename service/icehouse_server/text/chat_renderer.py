@@ -18,7 +18,9 @@ from icehouse_server.domain.chat import ChatMessage, Conversation, ImageTexts, R
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.call_form import EXAMPLE_NAME as _NAME
 from icehouse_server.text.call_form import call_form_of
-from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
+from icehouse_server.text.chat.history import fit
+from icehouse_server.text.chat.template import ChatTemplate
+from icehouse_server.text.chat.traits import TemplateTraits
 from icehouse_server.text.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]
@@ -43,11 +45,17 @@ class ChatRenderer:
 
     def render(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt; raises InvalidRequest for what the model or its template cannot do."""
-        traits = self.template.traits
+        traits = self.template.traits(has_tools=bool(conversation.tools))
         self._check(conversation, traits)
         messages = fit(conversation.messages, traits)
         drawn = [message.token_ids for message in messages if message.token_ids]
         base = self._text(conversation, messages)
+        self.template.check_shown(
+            conversation.messages,
+            tools=conversation.tools,
+            arguments=conversation.template_arguments,
+            adds_generation_prompt=conversation.adds_generation_prompt,
+        )
         if conversation.continues_final_message:
             text = self._text(conversation, messages, continues=True)
             header = self._header(conversation, messages[:-1]) if drawn else ""
@@ -62,13 +70,13 @@ class ChatRenderer:
         opening = ""
         if conversation.tool_choice.is_forced:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
-            text, opening = self._forced(conversation, messages, base=base, begun=text + thought)
+            text, opening = self._forced(conversation, base=base, begun=text + thought)
             is_reasoning = False
         text = _with_images(text, conversation.image_texts)
         tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
         call_form = None
         if conversation.constrains_calls:
-            shown = self._text(conversation, [*messages, _example_call("{}")])
+            shown = self._called(conversation, "{}")
             call_form = call_form_of(conversation, self.format, shown=shown, opening=opening)
         return RenderedChat(tuple(tokens), opening, is_reasoning, call_form)
 
@@ -111,9 +119,13 @@ class ChatRenderer:
         continues_reasoning = bool(message.reasoning) and not message.content
         return continues_reasoning or self._is_open(message.content)
 
-    def _forced(
-        self, conversation: Conversation, messages: Sequence[ChatMessage], *, base: str, begun: str
-    ) -> tuple[str, str]:
+    def _called(self, conversation: Conversation, arguments_json: str) -> str:
+        """Return the conversation's text with a call behind it."""
+        traits = self.template.traits(has_tools=bool(conversation.tools))
+        messages = [*conversation.messages, _example_call(arguments_json)]
+        return self._text(conversation, fit(messages, traits))
+
+    def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.
 
         The template writes it: the form of the calls is the one that the model was trained on. What
@@ -124,7 +136,7 @@ class ChatRenderer:
         start = self.format.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
-            text = self._text(conversation, [*messages, _example_call(arguments)])
+            text = self._called(conversation, arguments)
             if not text.startswith(base):
                 base = begun
             if text.startswith(base):
@@ -160,11 +172,6 @@ class ChatRenderer:
                 field="tools",
                 metadata={"tool_count": len(conversation.tools)},
             )
-        for index, message in enumerate(conversation.messages):
-            if message.tool_calls and not traits.shows_tool_calls:
-                raise _dropped("tool_calls", f"chat.messages[{index}].tool_calls")
-            if message.role == "tool" and not traits.shows_tool_results:
-                raise _dropped('messages of role "tool"', f"chat.messages[{index}].role")
 
 
 def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
@@ -194,15 +201,6 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
             metadata={"mark_count": len(rest), "image_count": len(images.texts)},
         )
     return first + "".join(shown + part for shown, part in zip(images.texts, rest, strict=True))
-
-
-def _dropped(what: str, field: str) -> InvalidRequest:
-    return InvalidRequest(
-        Reason.CHAT_INVALID,
-        f"the model's chat template would drop {what} without a word; say it in a user's message instead",
-        field=field,
-        metadata={"what": what},
-    )
 
 
 Encode = Callable[[str], list[int]]

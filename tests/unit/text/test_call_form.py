@@ -105,7 +105,10 @@ def test_without_a_wish_nothing_is_constrained() -> None:
 
 
 def test_a_notation_without_json_is_refused() -> None:
-    template = THINKING.template.replace('"arguments": {{ tool_call.arguments | tojson }}', "")
+    template = THINKING.template.replace(
+        '"arguments": {{ tool_call.arguments | tojson }}',
+        "{% for name, value in tool_call.arguments | items %}{{ name }}={{ value }}{% endfor %}",
+    )
     family = dataclasses.replace(THINKING, template=template)
     with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
         tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.domain.chat import ChatMessage, Conversation
+from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall, ToolChoice, ToolMode
 
 from tests.fixtures.chat.families import (
     ALTERNATING,
+    CLOCK,
     HEADERS,
     REMEMBERING,
     SYSTEMLESS,
     THINKING,
+    WEATHER,
     spelled,
     tokenizer_of,
 )
@@ -112,3 +115,44 @@ def test_a_turn_that_was_edited_is_tokenized_anew() -> None:
     edited = Conversation((asked, ChatMessage("assistant", "the caterpillar", token_ids=tokens), asked))
     plain = Conversation((asked, ChatMessage("assistant", "the caterpillar"), asked))
     assert tokenizer.render_chat(edited) == tokenizer.render_chat(plain)
+
+
+COMPACT = '{"city":"Oslo","days":2}'
+CALLING = ("let me", ' see<tool_call>\n{"na', f'me": "get_weather", "arguments": {COMPACT[:9]}', COMPACT[9:])
+AS_DRAWN = REMEMBERING.template.replace("\n<tool_call>", "<tool_call>").replace(
+    "{{ tool_call.arguments | tojson }}",
+    "{{ tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}",
+)
+"""As REMEMBERING, but arguments that are a text are written as it is, as Qwen3, Kimi K2 and many do."""
+
+
+def called(*pieces: str) -> tuple[ChatMessage, ...]:
+    """Return a loop in which the model drew a call in these pieces."""
+    tokenizer = tokenizer_of(REMEMBERING)
+    tokens = tuple(i for piece in pieces for i in tokenizer._encode(piece, add_special_tokens=False))
+    call = ToolCall("c", "get_weather", COMPACT)
+    made = ChatMessage("assistant", "let me see", tool_calls=(call,), token_ids=(*tokens, EOS_ID))
+    return (ChatMessage("user", "Rain?"), made, ChatMessage("tool", "dry", tool_call_id="c"))
+
+
+def test_a_call_comes_back_as_it_was_drawn_where_the_template_writes_arguments_as_they_are() -> None:
+    tokenizer = tokenizer_of(dataclasses.replace(REMEMBERING, template=AS_DRAWN))
+    messages = called(*CALLING, "}\n</tool_call>")
+    before = tokenizer.render_chat(Conversation(messages[:1])).token_ids
+    after = tokenizer.render_chat(Conversation(messages)).token_ids
+    drawn_tokens = messages[1].token_ids[:-1]
+    assert after[: len(before) + len(drawn_tokens)] == (*before, *drawn_tokens)
+    assert COMPACT in spelled(tokenizer, after)
+
+
+def test_a_forced_call_has_an_id_that_holds_its_name_where_the_template_writes_no_other() -> None:
+    """Its number is the one that the model would write: calls are counted from the first."""
+    template = REMEMBERING.template.replace("{{ tool_call.name }}", "{{ id }}{# tool_call.name #}").replace(
+        "set tool_call = tool_call.function", "set id = tool_call.id %}{% set tool_call = tool_call.function"
+    )
+    tokenizer = tokenizer_of(dataclasses.replace(REMEMBERING, template=template))
+    choice = ToolChoice(ToolMode.NAMED, "get_time")
+    messages = (*called(*CALLING), ChatMessage("user", "And when?"))
+    rendered = tokenizer.render_chat(Conversation(messages, tools=(WEATHER, CLOCK), tool_choice=choice))
+    assert rendered.opening.startswith('<tool_call>\n{"name": "functions.get_time:1')
+    assert '{"name": "functions.get_weather:0"' in spelled(tokenizer, rendered.token_ids)

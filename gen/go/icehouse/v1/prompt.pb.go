@@ -87,10 +87,13 @@ func (ImageDetail) EnumDescriptor() ([]byte, []int) {
 // A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
 // is refused with CHAT_INVALID and the template's words.
 //
-// Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
-// messages in a row become one; where it takes no system message, that text goes before the next user's;
-// where it wants roles to alternate, messages of one role in a row become one. Joined texts are
-// separated by an empty line.
+// Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
+// histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
+// where it takes no system message, that text goes before the user's message behind it, or is one itself;
+// where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
+// what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
+// are written as text, one after the other, or as a message of their own. Joined texts are separated by an
+// empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
 type ChatPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The turns, oldest first; at least one. Refused with CHAT_INVALID when empty, and with
@@ -175,18 +178,20 @@ type ChatMessage struct {
 	// Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
 	// word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
-	// The text of the turn, which may be empty.
+	// The text of the turn. May be empty.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
-	// The speaker's name, for templates that show it. Absent: none.
+	// The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+	// before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
 	Name *string `protobuf:"bytes,3,opt,name=name,proto3,oneof" json:"name,omitempty"`
 	// What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
 	// "assistant"; the template decides which turns keep theirs. Absent: none.
 	Reasoning string `protobuf:"bytes,4,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-	// where the template would drop them.
+	// The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+	// server's, or empty: the template sees such as it takes, the same for a call and its result.
 	ToolCalls []*ToolCall `protobuf:"bytes,5,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
-	// The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-	// goes by the order.
+	// The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+	// id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+	// put in the calls' order.
 	ToolCallId string `protobuf:"bytes,6,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
 	// The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
 	// Text does not say which tokens a model drew: the same words can be cut differently, and a cached

@@ -251,7 +251,8 @@ type ToolCall struct {
 	// The tool called. A model can invent one: compare it with what was offered.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-	// schema is certain of a `strict` tool only.
+	// schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+	// it may be any text: a template that wants an object gets one with the text in it.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

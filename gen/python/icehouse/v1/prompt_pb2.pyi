@@ -62,10 +62,13 @@ class ChatPrompt(_message.Message):
     """A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
     is refused with CHAT_INVALID and the template's words.
 
-    Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
-    messages in a row become one; where it takes no system message, that text goes before the next user's;
-    where it wants roles to alternate, messages of one role in a row become one. Joined texts are
-    separated by an empty line.
+    Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
+    histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
+    where it takes no system message, that text goes before the user's message behind it, or is one itself;
+    where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
+    what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
+    are written as text, one after the other, or as a message of their own. Joined texts are separated by an
+    empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -133,21 +136,24 @@ class ChatMessage(_message.Message):
     word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
     """
     content: _builtins.str
-    """The text of the turn, which may be empty."""
+    """The text of the turn. May be empty."""
     name: _builtins.str
-    """The speaker's name, for templates that show it. Absent: none."""
+    """The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+    before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+    """
     reasoning: _builtins.str
     """What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
     "assistant"; the template decides which turns keep theirs. Absent: none.
     """
     tool_call_id: _builtins.str
-    """The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-    goes by the order.
+    """The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+    id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+    put in the calls' order.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
-        """The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-        where the template would drop them.
+        """The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+        server's, or empty: the template sees such as it takes, the same for a call and its result.
         """
 
     @_builtins.property

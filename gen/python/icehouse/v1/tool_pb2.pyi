@@ -161,7 +161,8 @@ class ToolCall(_message.Message):
     """The tool called. A model can invent one: compare it with what was offered."""
     arguments_json: _builtins.str
     """The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-    schema is certain of a `strict` tool only.
+    schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+    it may be any text: a template that wants an object gets one with the text in it.
     """
     def __init__(
         self,

@@ -21,10 +21,13 @@ export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
  * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
  * is refused with CHAT_INVALID and the template's words.
  *
- * Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
- * messages in a row become one; where it takes no system message, that text goes before the next user's;
- * where it wants roles to alternate, messages of one role in a row become one. Joined texts are
- * separated by an empty line.
+ * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
+ * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
+ * where it takes no system message, that text goes before the user's message behind it, or is one itself;
+ * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
+ * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
+ * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
+ * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
  *
  * @generated from message icehouse.v1.ChatPrompt
  */
@@ -86,14 +89,15 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   role: string;
 
   /**
-   * The text of the turn, which may be empty.
+   * The text of the turn. May be empty.
    *
    * @generated from field: string content = 2;
    */
   content: string;
 
   /**
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    *
    * @generated from field: optional string name = 3;
    */
@@ -108,16 +112,17 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   reasoning: string;
 
   /**
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    *
    * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 5;
    */
   toolCalls: ToolCall[];
 
   /**
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    *
    * @generated from field: string tool_call_id = 6;
    */

@@ -293,11 +293,14 @@ def _from_base64(text: str) -> bytes:
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
     if not call.name:
         raise _bad_chat(f"{field}.name is empty; a call names its tool", field=f"{field}.name")
+    made = ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
     try:
-        _object_of(call.arguments_json or "{}")
+        _object_of(made.arguments_json)
+    except _NoObject:
+        return made  # a model wrote it, and may have written it badly
     except ValueError as error:
         raise _bad_chat(f"{field}.arguments_json {error}", field=f"{field}.arguments_json") from None
-    return ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
+    return made
 
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
@@ -348,6 +351,10 @@ def _check_end(conversation: Conversation) -> None:
         raise _bad_choice("a call is forced, but the prompt does not end with a new turn", "mode")
 
 
+class _NoObject(ValueError):
+    """A text that is no JSON object."""
+
+
 def _object_of(text: str) -> dict[str, Any]:
     """Return the JSON object; raises ValueError whose message says what the text is instead."""
     try:
@@ -355,13 +362,13 @@ def _object_of(text: str) -> dict[str, Any]:
         # Half of a surrogate pair can be written in JSON, and nowhere else.
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON: {error.msg} at character {error.pos}") from None
+        raise _NoObject(f"is no JSON: {error.msg} at character {error.pos}") from None
     except UnicodeEncodeError:
         raise ValueError("has half of a surrogate pair in it") from None
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"is no JSON object but a {type(parsed).__name__}")
+        raise _NoObject(f"is no JSON object but a {type(parsed).__name__}")
     return parsed
 
 

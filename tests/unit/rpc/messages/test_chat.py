@@ -30,6 +30,19 @@ def request(chat: dict[str, Any] | None = None, **fields: Any) -> messages.Gener
     return ParseDict({"chat": chat or {"messages": [USER]}, **fields}, messages.GenerateRequest())
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+async def test_whoever_speaks_may_say_nothing(served: RunningServer, role: str) -> None:
+    await served.inference.Generate(request({"messages": [{"role": role}, USER]}))
+    assert served.tokenizer.conversations[-1].messages[0] == ChatMessage(role, "")
+
+
+@pytest.mark.parametrize("text", ['{"a": ', "[1]", "now", '{"a": "\\n'])
+async def test_arguments_of_the_past_are_what_a_model_wrote(served: RunningServer, text: str) -> None:
+    turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments_json": text}]}
+    await served.inference.Generate(request({"messages": [USER, turn, USER]}))
+    assert served.tokenizer.conversations[-1].messages[1].tool_calls == (ToolCall("", "f", text),)
+
+
 async def test_everything_of_a_conversation_arrives(served: RunningServer) -> None:
     calls = [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}, {"id": "c2", "name": "g"}]
     chat = {
@@ -138,7 +151,7 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
             "chat.messages[0].tool_calls[0].name",
         ),
         (
-            {"messages": [{**ASSISTANT, "tool_calls": [{"name": "f", "arguments_json": "[1]"}]}]},
+            {"messages": [{**ASSISTANT, "tool_calls": [{"name": "f", "arguments_json": '"\\ud800"'}]}]},
             {},
             "CHAT_INVALID",
             "chat.messages[0].tool_calls[0].arguments_json",

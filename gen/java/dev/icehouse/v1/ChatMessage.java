@@ -106,7 +106,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object content_ = "";
   /**
    * <pre>
-   * The text of the turn, which may be empty.
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -127,7 +127,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The text of the turn, which may be empty.
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -153,7 +153,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -165,7 +166,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -186,7 +188,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -261,8 +264,8 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_;
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -273,8 +276,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -286,8 +289,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -298,8 +301,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -310,8 +313,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -327,8 +330,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object toolCallId_ = "";
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -349,8 +353,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -1223,7 +1228,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object content_ = "";
     /**
      * <pre>
-     * The text of the turn, which may be empty.
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1243,7 +1248,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn, which may be empty.
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1264,7 +1269,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn, which may be empty.
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1281,7 +1286,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn, which may be empty.
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1295,7 +1300,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The text of the turn, which may be empty.
+     * The text of the turn. May be empty.
      * </pre>
      *
      * <code>string content = 2;</code>
@@ -1315,7 +1320,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1326,7 +1332,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1346,7 +1353,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1367,7 +1375,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1384,7 +1393,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1398,7 +1408,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it. Absent: none.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
      * </pre>
      *
      * <code>optional string name = 3;</code>
@@ -1526,8 +1537,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1541,8 +1552,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1556,8 +1567,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1571,8 +1582,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1593,8 +1604,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1612,8 +1623,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1633,8 +1644,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1655,8 +1666,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1674,8 +1685,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1693,8 +1704,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1713,8 +1724,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1731,8 +1742,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1749,8 +1760,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1761,8 +1772,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1776,8 +1787,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1792,8 +1803,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1804,8 +1815,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1817,8 +1828,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-     * where the template would drop them.
+     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+     * server's, or empty: the template sees such as it takes, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1845,8 +1856,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object toolCallId_ = "";
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1866,8 +1878,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1888,8 +1901,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1906,8 +1920,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1921,8 +1936,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-     * goes by the order.
+     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+     * put in the calls' order.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>

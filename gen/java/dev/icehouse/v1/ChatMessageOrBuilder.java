@@ -32,7 +32,7 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The text of the turn, which may be empty.
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -41,7 +41,7 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getContent();
   /**
    * <pre>
-   * The text of the turn, which may be empty.
+   * The text of the turn. May be empty.
    * </pre>
    *
    * <code>string content = 2;</code>
@@ -52,7 +52,8 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -61,7 +62,8 @@ public interface ChatMessageOrBuilder extends
   boolean hasName();
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -70,7 +72,8 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The speaker's name, for templates that show it. Absent: none.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
+   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
    * </pre>
    *
    * <code>optional string name = 3;</code>
@@ -103,8 +106,8 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -113,8 +116,8 @@ public interface ChatMessageOrBuilder extends
       getToolCallsList();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -122,8 +125,8 @@ public interface ChatMessageOrBuilder extends
   dev.icehouse.v1.ToolCall getToolCalls(int index);
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -131,8 +134,8 @@ public interface ChatMessageOrBuilder extends
   int getToolCallsCount();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -141,8 +144,8 @@ public interface ChatMessageOrBuilder extends
       getToolCallsOrBuilderList();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Refused with CHAT_INVALID
-   * where the template would drop them.
+   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
+   * server's, or empty: the template sees such as it takes, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -152,8 +155,9 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -162,8 +166,9 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getToolCallId();
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent: the template
-   * goes by the order.
+   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
+   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
+   * put in the calls' order.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>

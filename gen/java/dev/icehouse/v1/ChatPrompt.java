@@ -9,10 +9,13 @@ package dev.icehouse.v1;
  * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
  * is refused with CHAT_INVALID and the template's words.
  *
- * Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
- * messages in a row become one; where it takes no system message, that text goes before the next user's;
- * where it wants roles to alternate, messages of one role in a row become one. Joined texts are
- * separated by an empty line.
+ * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
+ * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
+ * where it takes no system message, that text goes before the user's message behind it, or is one itself;
+ * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
+ * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
+ * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
+ * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ChatPrompt}
@@ -418,10 +421,13 @@ private static final long serialVersionUID = 0L;
    * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
    * is refused with CHAT_INVALID and the template's words.
    *
-   * Turns are made to fit the template: where it knows no "developer" the role becomes "system"; system
-   * messages in a row become one; where it takes no system message, that text goes before the next user's;
-   * where it wants roles to alternate, messages of one role in a row become one. Joined texts are
-   * separated by an empty line.
+   * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
+   * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
+   * where it takes no system message, that text goes before the user's message behind it, or is one itself;
+   * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
+   * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
+   * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
+   * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ChatPrompt}

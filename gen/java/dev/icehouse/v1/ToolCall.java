@@ -148,7 +148,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only.
+   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+   * it may be any text: a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -170,7 +171,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only.
+   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+   * it may be any text: a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -762,7 +764,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only.
+     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+     * it may be any text: a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -783,7 +786,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only.
+     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+     * it may be any text: a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -805,7 +809,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only.
+     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+     * it may be any text: a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -823,7 +828,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only.
+     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+     * it may be any text: a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -838,7 +844,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only.
+     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+     * it may be any text: a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>

@@ -53,7 +53,8 @@ public interface ToolCallOrBuilder extends
   /**
    * <pre>
    * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only.
+   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+   * it may be any text: a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -63,7 +64,8 @@ public interface ToolCallOrBuilder extends
   /**
    * <pre>
    * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only.
+   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
+   * it may be any text: a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>

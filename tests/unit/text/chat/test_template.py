@@ -15,7 +15,7 @@ from icehouse_server.domain.chat import (
     ToolMode,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat_template import fit
+from icehouse_server.text.chat.history import fit
 
 from tests.fixtures.chat.families import (
     ALTERNATING,
@@ -41,7 +41,7 @@ CALLED = (
 
 
 def traits(family: Family):
-    return tokenizer_of(family)._renderer.template.traits
+    return tokenizer_of(family)._renderer.template.traits(has_tools=False)
 
 
 def test_what_each_family_takes_is_found_by_trying_it() -> None:
@@ -91,8 +91,9 @@ def test_a_system_at_the_end_is_asked_as_a_question() -> None:
 
 
 def test_what_the_template_refuses_is_refused_in_its_words() -> None:
-    with pytest.raises(InvalidRequest, match=r"Roles must alternate, user first\.") as caught:
-        render(ALTERNATING, Conversation(turns(("assistant", "A"), ("user", "B"))))
+    refusing = Family("{{ raise_exception('Not today.') }}")
+    with pytest.raises(InvalidRequest, match=r"Not today\.") as caught:
+        render(refusing, Conversation(ASKED))
     assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "chat")
 
 
@@ -129,14 +130,27 @@ def test_tools_and_calls_and_their_results_are_shown(family: Family) -> None:
 
 
 def test_what_would_be_dropped_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="drop tool_calls") as caught:
-        render(SYSTEMLESS, Conversation(CALLED))
-    assert caught.value.field == "chat.messages[1].tool_calls"
+    """No probe is as long as this, so what is dropped is found by the conversation itself."""
     forgetful = dataclasses.replace(
-        THINKING, template=THINKING.template.replace("'tool'", "'nobody'", 1).replace("'tool'", "'nobody'")
+        THINKING, template="{% set messages = messages[-12:] %}" + THINKING.template
     )
-    with pytest.raises(InvalidRequest, match="drop messages of role"):
-        render(forgetful, Conversation(CALLED))
+    with pytest.raises(InvalidRequest, match=r"drop chat\.messages\[0\]\.content without a word") as caught:
+        render(forgetful, Conversation(turns(("user", "A"), ("assistant", "B")) * 6 + ASKED))
+    assert caught.value.field == "chat.messages[0].content"
+
+
+def test_thoughts_may_be_dropped() -> None:
+    thoughtful = ChatMessage("assistant", "ho", reasoning="what a question")
+    text = render(THINKING, Conversation((*ASKED, thoughtful, *ASKED)))
+    assert "ho<|im_end|>" in text and "what a question" not in text
+
+
+def test_a_template_without_an_end_is_refused() -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    endless = dataclasses.replace(THINKING, template=THINKING.template + loops)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="200000 lines for a few words"):
+            render(endless, Conversation(ASKED))
 
 
 @pytest.mark.parametrize(("family", "why"), [(SYSTEMLESS, "does not show them"), (HEADERS, "is not known")])
@@ -206,6 +220,18 @@ def test_a_call_is_forced_behind_the_prompt_where_a_longer_past_is_written_anew(
     assert "[AVAILABLE_TOOLS]" in text and text.endswith("[INST]Hi[/INST][TOOL_CALLS]get_time[ARGS]{")
 
 
+def test_a_call_is_forced_as_text_where_the_template_writes_none() -> None:
+    """As SmolLM3 and Hammer: tools are told, calls of the past are not, those of a reply can be read."""
+    calls = THINKING.template[THINKING.template.index("{%- for tool_call in") :].partition("{% endfor %}")[0]
+    silent = THINKING.template.replace(calls + "{% endfor %}", "{# tool_call.name #}")
+    family = dataclasses.replace(THINKING, template=silent)
+    assert not traits(family).shows_tool_calls
+    conversation = Conversation(CALLED, tools=(CLOCK,), tool_choice=ToolChoice(ToolMode.REQUIRED))
+    rendered = tokenizer_of(family).render_chat(conversation)
+    assert rendered.opening.startswith('<tool_call>\n{"name": "get_time", "arguments": ')
+    assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in render(family, conversation)
+
+
 def test_one_tool_that_is_required_is_as_good_as_named() -> None:
     conversation = Conversation(ASKED, tools=(CLOCK,), tool_choice=ToolChoice(ToolMode.REQUIRED))
     assert '"get_time", "arguments"' in tokenizer_of(THINKING).render_chat(conversation).opening
@@ -230,7 +256,7 @@ def seen(*messages: ChatMessage, texts: tuple[str, ...]) -> str:
 
 
 def test_images_stand_where_they_were_put() -> None:
-    assert traits(SEEING).wants_parts and not traits(THINKING).wants_parts
+    assert {"user", "assistant"} <= traits(SEEING).part_roles and not traits(THINKING).part_roles
     shown = seen(with_images("user", "onetwo", 0, 3, 3, 6), texts=("A", "B", "C", "D"))
     assert "userA oneBC twoD<|im_end|>" in shown
     assert "userA<|im_end|>" in seen(with_images("user", "", 0), texts=("A",))

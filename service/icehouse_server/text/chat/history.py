@@ -1,0 +1,319 @@
+"""History fit: turns made to suit a chat template, renamed, folded and merged as far as it needs. Pure.
+
+What a turn says is never dropped: a role that the template does not take speaks as another one, and a turn
+that it does not take where it stands gets an empty one before it. What is done to a turn depends on the
+turns before it and hardly on those behind, so that a prompt stays the beginning of the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+
+from icehouse_server.domain.chat import ChatMessage, PlacedImage, ToolCall
+from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPlace
+
+_GAP = "\n\n"
+"""Between texts that were turns of their own."""
+_NINE_LETTERS = re.compile(r"[A-Za-z0-9]{9}")
+_NAMED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
+    """Return the turns as the template takes them."""
+    turns = [_spoken(_renamed(message, traits), traits) for message in messages]
+    turns = _Links(traits).turns(_merge(turns, roles={"system"}))
+    if not traits.shows_tool_results:
+        turns = _results_as_text(turns)
+    if not traits.shows_tool_calls:
+        turns = [_calls_as_text(turn) for turn in turns]
+    if not traits.takes_parallel_calls:
+        turns = _one_call_a_turn(turns)
+    turns = _fold_systems(turns, traits)
+    if not traits.takes_repeated_roles:
+        turns = _merge(turns, roles={"user", "assistant"})
+    if not traits.takes_text_beside_calls:
+        turns = [part for turn in turns for part in _text_before_calls(turn)]
+    turns = _spaced(turns, traits) if traits.takes_repeated_roles else _alternating(turns, traits)
+    if traits.tool_place is not ToolPlace.VARIABLE and (not turns or turns[0].role != "system"):
+        turns.insert(0, ChatMessage("system", ""))
+    return turns
+
+
+def _renamed(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+    if message.role == "developer" and not traits.knows_developer:
+        return dataclasses.replace(message, role="system")
+    return message
+
+
+def _spoken(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+    """Return the turn with a word where it is silent and the template refuses that."""
+    says = message.content or message.images or message.tool_calls or message.reasoning
+    is_silent = not says and message.role != "tool"
+    return dataclasses.replace(message, content=traits.spacer) if is_silent else message
+
+
+def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:
+    """Make one turn of those of one role in a row. A turn with calls is answered, so it ends its row."""
+    rows: list[list[ChatMessage]] = []
+    for turn in turns:
+        last = rows[-1][-1] if rows else None
+        if last is None or turn.role not in roles or last.role != turn.role or last.tool_calls:
+            rows.append([])
+        rows[-1].append(turn)
+    return [_merged(row) if len(row) > 1 else row[0] for row in rows]
+
+
+def _merged(row: Sequence[ChatMessage]) -> ChatMessage:
+    has_one_name = len({turn.name for turn in row}) == 1
+    turns = row if has_one_name else [_named(turn) for turn in row]
+    images: list[PlacedImage] = []
+    length = 0
+    for turn in turns:
+        start = length + len(_GAP) if length and turn.content else length
+        images += _moved(turn.images, start)
+        length = start + len(turn.content)
+    return ChatMessage(
+        role=turns[0].role,
+        content=_joined(*(turn.content for turn in turns)),
+        images=tuple(images),
+        name=turns[0].name,
+        reasoning=_joined(*(turn.reasoning for turn in turns)),
+        tool_calls=turns[-1].tool_calls,
+    )
+
+
+def _named(turn: ChatMessage) -> ChatMessage:
+    """Return the turn with its speaker's name in its text: it becomes one with another speaker's."""
+    if turn.name is None:
+        return turn
+    head = f"{turn.name}: "
+    images = _moved(turn.images, len(head))
+    return dataclasses.replace(turn, name=None, content=head + turn.content, images=images)
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A call whose result is awaited: its id as it was sent, and the call as the template sees it."""
+
+    sent_id: str
+    call: ToolCall
+
+
+class _Links:
+    """Ties results to their calls, one history long: ids as the template takes them, no two alike; a result
+    behind its call, in the calls' order, with its tool's name."""
+
+    def __init__(self, traits: TemplateTraits) -> None:
+        self._traits = traits
+        self._turns: list[ChatMessage] = []
+        self._open: list[_Call] = []
+        """Calls of the latest turn that have no result yet."""
+        self._row: list[ChatMessage] = []
+        """Their results."""
+        self._ids: dict[str, str] = {}
+        """From the ids that were sent to those that stand for them."""
+        self._taken: set[str] = set()
+        self._call_count = 0
+
+    def turns(self, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+        for turn in turns:
+            if turn.role == "tool":
+                self._take_result(turn)
+                continue
+            self._close_row()
+            if self._open and not self._traits.takes_open_calls:
+                self._turns += [_answer(ChatMessage("tool", self._traits.spacer), o.call) for o in self._open]
+            self._open = []
+            self._turns.append(self._with_ids(turn) if turn.tool_calls else turn)
+        self._close_row()
+        return self._turns
+
+    def _with_ids(self, turn: ChatMessage) -> ChatMessage:
+        for call in turn.tool_calls:
+            id = self._id(call.id, call.name)
+            self._open.append(_Call(call.id, dataclasses.replace(call, id=id)))
+        return dataclasses.replace(turn, tool_calls=tuple(o.call for o in self._open))
+
+    def _id(self, sent_id: str, name: str) -> str:
+        """Return the id that stands for the next call: the one that was sent if the template takes it."""
+        index, self._call_count = self._call_count, self._call_count + 1
+        id = _id_as_taken(sent_id or f"call_{index}", name, index, self._traits)
+        while id in self._taken:  # some servers begin at call_0 with each turn
+            index += 1
+            id = _id_as_taken(f"{sent_id}_{index}", name, index, self._traits)
+        self._ids[sent_id] = id
+        self._taken.add(id)
+        return id
+
+    def _take_result(self, result: ChatMessage) -> None:
+        call = self._called(result)
+        if call is not None:
+            self._row.append(_answer(result, call))
+            return
+        self._close_row()
+        if self._traits.takes_stray_results:
+            id = self._ids.get(result.tool_call_id) or self._id(result.tool_call_id, result.name or "tool")
+            self._turns.append(dataclasses.replace(result, tool_call_id=id))
+        else:
+            self._turns.append(_result_as_text(result))
+
+    def _called(self, result: ChatMessage) -> ToolCall | None:
+        """Return the open call of a result: by its id, or in the calls' order where no call has its id."""
+        found = [o for o in self._open if o.sent_id == result.tool_call_id]
+        if not found and result.tool_call_id not in self._ids:
+            found = [o for o in self._open if o.call.name == result.name] or self._open
+        if not found:
+            return None
+        first = found[0]
+        self._open.remove(first)
+        return first.call
+
+    def _close_row(self) -> None:
+        if not self._row:
+            return
+        calls = next(turn.tool_calls for turn in reversed(self._turns) if turn.tool_calls)
+        places = {call.id: place for place, call in enumerate(calls)}
+        self._turns += sorted(self._row, key=lambda result: places[result.tool_call_id])
+        self._row = []
+
+
+def _answer(result: ChatMessage, call: ToolCall) -> ChatMessage:
+    return dataclasses.replace(result, tool_call_id=call.id, name=result.name or call.name)
+
+
+def _id_as_taken(id: str, name: str, index: int, traits: TemplateTraits) -> str:
+    if traits.call_ids is CallIds.NINE_LETTERS and _NINE_LETTERS.fullmatch(id) is None:
+        number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
+    if traits.call_ids is CallIds.NAMED:
+        found = _NAMED.fullmatch(id)
+        return id if found is not None and found[1] == name else f"functions.{name}:{index}"
+    return id
+
+
+def _results_as_text(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the turns with what the user says instead of each row of results."""
+    texts: list[ChatMessage] = []
+    for is_result, row in itertools.groupby(turns, key=lambda turn: turn.role == "tool"):
+        if is_result:
+            texts.append(ChatMessage("user", "\n".join(_result_as_text(turn).content for turn in row)))
+        else:
+            texts += row
+    return texts
+
+
+def _result_as_text(result: ChatMessage) -> ChatMessage:
+    return ChatMessage("user", f"<tool_response>\n{result.content}\n</tool_response>")
+
+
+def _calls_as_text(turn: ChatMessage) -> ChatMessage:
+    """Return the turn with its calls in the form that most models know."""
+    calls = "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_json}}}\n</tool_call>'
+        for call in turn.tool_calls
+    )
+    return dataclasses.replace(turn, content=_joined(turn.content, calls), tool_calls=())
+
+
+def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the turns with each of several calls in a turn of its own, its result behind it."""
+    single: list[ChatMessage] = []
+    waiting: list[ChatMessage] = []
+    for turn in turns:
+        if turn.role == "tool" and waiting:
+            place = next((i for i, w in enumerate(waiting) if w.tool_calls[0].id == turn.tool_call_id), None)
+            if place is not None:
+                single += [waiting.pop(place), turn]
+                continue
+        if turn.role != "tool":
+            single += waiting
+            waiting = []
+        if len(turn.tool_calls) < 2:
+            single.append(turn)
+            continue
+        first, *others = turn.tool_calls
+        waiting = [dataclasses.replace(turn, tool_calls=(first,))]
+        waiting += [ChatMessage(turn.role, "", turn.name, tool_calls=(call,)) for call in others]
+    return single + waiting
+
+
+def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
+    """Return the turn's text and its calls as two turns. What it thought stays with the calls: templates
+    that drop thoughts keep those of a loop that goes on."""
+    if not (turn.tool_calls and turn.content):
+        return [turn]
+    text = dataclasses.replace(turn, reasoning="", tool_calls=())
+    return [text, dataclasses.replace(turn, content="", images=(), token_ids=())]
+
+
+def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
+    """Put the text of system turns that the template does not take before the user's turn that follows; where
+    another follows, the text is a user's turn itself."""
+    is_alone = all(turn.role in _SYSTEM_ROLES for turn in turns)
+    folded: list[ChatMessage] = []
+    waiting = ""
+    for index, turn in enumerate(turns):
+        takes = traits.takes_first_system if index == 0 else traits.takes_later_system
+        if turn.role in _SYSTEM_ROLES and not (takes and (traits.takes_lone_system or not is_alone)):
+            waiting = _joined(waiting, turn.content)
+            continue
+        if turn.role == "user" and waiting:
+            content = _joined(waiting, turn.content)
+            images = _moved(turn.images, len(content) - len(turn.content))
+            folded.append(dataclasses.replace(turn, content=content, images=images))
+            waiting = ""
+            continue
+        if waiting and turn.role != "tool":  # nothing comes between a call and its result
+            folded.append(ChatMessage("user", waiting))
+            waiting = ""
+        folded.append(turn)
+    if waiting:
+        folded.append(ChatMessage("user", waiting))
+    return folded
+
+
+def _alternating(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
+    """Return the turns with one between each two that do not alternate. Calls and results do not count, but
+    a call, too, has a question before it."""
+    spaced: list[ChatMessage] = []
+    expected = "user"
+    for turn in turns:
+        if turn.role in ("user", "assistant"):
+            if turn.role != expected:
+                spaced.append(ChatMessage(expected, traits.spacer))
+            expected = "user" if turn.role == "assistant" and not turn.tool_calls else "assistant"
+        spaced.append(turn)
+    return spaced
+
+
+def _spaced(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
+    """Return the turns with one before each that the template does not take where it stands."""
+    spaced: list[ChatMessage] = []
+    for turn in turns:
+        is_first = all(before.role in _SYSTEM_ROLES for before in spaced)
+        if turn.role == "assistant" and is_first and not traits.takes_first_assistant:
+            spaced.append(ChatMessage("user", traits.spacer))
+        if (
+            turn.role == "user"
+            and spaced
+            and spaced[-1].role == "tool"
+            and not traits.takes_user_after_result
+        ):
+            spaced.append(ChatMessage("assistant", traits.spacer))
+        spaced.append(turn)
+    return spaced
+
+
+def _moved(images: Sequence[PlacedImage], length: int) -> tuple[PlacedImage, ...]:
+    return tuple(dataclasses.replace(placed, position=placed.position + length) for placed in images)
+
+
+def _joined(*texts: str) -> str:
+    return _GAP.join(filter(None, texts))

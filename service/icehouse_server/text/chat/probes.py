@@ -1,0 +1,263 @@
+"""Probes of a chat template: small histories that are rendered to find what it takes and what it shows.
+
+A trait is believed where the words of every history came out with it. Where no way of writing a history
+works the trait says that it is taken, and the template refuses it in its own words when it is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
+from icehouse_server.text.chat.history import fit
+from icehouse_server.text.chat.step_limit import TemplateTooLong, step_limit
+from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm, ToolPlace
+
+Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
+"""Renders turns that were made to fit, with tools on offer; raises what it likes."""
+
+_ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
+_CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", "")
+_WORD = re.compile(r"qz\d+qz")
+_THOUGHT = "qzthoughtqz"
+_BARE_TOOL = Tool("qztoolqz", "", {"properties": {"qzfieldqz": {"anyOf": [{"type": "string"}]}}})
+_TOOL = Tool("qztoolqz", "qzaboutqz", {"type": "object", "properties": {}})
+_USER = frozenset({"user"})
+_REWRITTEN = ("'type': 'text'", '"type": "text"', "'type': 'thinking'", '"type": "thinking"')
+"""What a list of parts looks like where a template writes it as if it were a text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A history with words that no template contains instead of its own."""
+
+    messages: tuple[ChatMessage, ...]
+    fields: Mapping[str, str]
+    """Where in the history the text stands that a word is for."""
+
+    def lost_fields(self, text: str) -> list[str]:
+        """Return the fields whose words a text has not."""
+        shown = set(_WORD.findall(text))
+        return [field for word, field in self.fields.items() if word not in shown]
+
+
+def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
+    """Return the history's skeleton, in which empty is what was empty."""
+    fields: dict[str, str] = {}
+
+    def word(field: str) -> str:
+        made = f"qz{len(fields)}qz"
+        fields[made] = field
+        return made
+
+    return Skeleton(
+        tuple(_bone_of(message, f"messages[{index}]", word) for index, message in enumerate(messages)), fields
+    )
+
+
+def _bone_of(message: ChatMessage, field: str, word: Callable[[str], str]) -> ChatMessage:
+    return dataclasses.replace(
+        message,
+        content=word(f"{field}.content") if message.content else "",
+        images=tuple(dataclasses.replace(placed, position=0) for placed in message.images),
+        reasoning="qz" if message.reasoning else "",
+        tool_calls=tuple(
+            ToolCall(
+                call.id,
+                word(f"{field}.tool_calls[{place}].name"),
+                # The odd space tells a text that is written as it is from one that is made anew.
+                f'{{"qzkey":  "{word(f"{field}.tool_calls[{place}].arguments_json")}"}}',
+            )
+            for place, call in enumerate(message.tool_calls)
+        ),
+        name="qzname" if message.name else message.name,
+        token_ids=(),
+    )
+
+
+def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
+    """Return what the template takes in conversations with tools on offer, or in those without.
+
+    A model may have a template for each. Raises TemplateTooLong for one that goes on and on.
+    """
+    probes = _Probes(render, [_TOOL] if has_tools else [])
+    # Each is looked for under the traits that were found before it.
+    probes.find_form()
+    probes.find_tools()
+    if has_tools and not probes.traits.shows_tools:
+        return probes.traits  # a request with tools is refused
+    probes.find_roles()
+    probes.find_calls()
+    probes.find_places()
+    probes.find_systems()
+    probes.find_reasoning()
+    return probes.traits
+
+
+class _Probes:
+    def __init__(self, render: Render, tools: Sequence[Tool]) -> None:
+        self._render = render
+        self._tools = tools
+        self.traits = TemplateTraits()
+
+    def find_form(self) -> None:
+        self._settle("u", "ua", wants_tool_list=(False, True))
+        self._settle("u", part_roles=(frozenset(), _USER))
+        if self.traits.part_roles:
+            speakers = _USER | {"assistant"}
+            self._settle("u", "ua", "su", part_roles=(_USER, speakers, speakers | {"system"}))
+
+    def find_tools(self) -> None:
+        asked = [ChatMessage("user", "qzaskedqz")]
+        for place, form in itertools.product(ToolPlace, ToolForm):
+            traits = dataclasses.replace(self.traits, tool_place=place, tool_form=form)
+            text = self._text(asked, traits, tools=[_BARE_TOOL])
+            if text is not None and _BARE_TOOL.name in text and "qzaskedqz" in text:
+                # Without tools there is no need of a system's turn.
+                place = place if self._tools else self.traits.tool_place
+                self.traits = dataclasses.replace(traits, tool_place=place)
+                return
+        self.traits = dataclasses.replace(self.traits, shows_tools=False)
+
+    def find_roles(self) -> None:
+        self._settle("uua", "uaau", "uuaau", takes_repeated_roles=(True, False))
+        self._settle("e", "eau", spacer=("", "..."))
+
+    def find_calls(self) -> None:
+        """Find in which form calls and results are taken; as text where they are in none."""
+        self._settle(
+            "uc",
+            shows_tool_calls=(True, False),
+            call_ids=tuple(CallIds),
+            silence=tuple(Silence),
+            arguments=tuple(Arguments),
+        )
+        loops = ("uc", "ucr", "ucra", "ucrcrau")
+        self._settle(
+            *loops,
+            shows_tool_calls=dict.fromkeys((self.traits.shows_tool_calls, False)),
+            shows_tool_results=(True, False),
+            call_ids=dict.fromkeys((self.traits.call_ids, *CallIds)),
+        )
+        if not self.traits.shows_tool_results:
+            of_parts = self.traits.part_roles | {"tool"}
+            shown = dataclasses.replace(self.traits, shows_tool_results=True, part_roles=of_parts)
+            if all(self._passes(history, shown) for history in loops):
+                self.traits = shown
+        self._settle("upr", "uprra", "uprrprra", "uprrcra", takes_parallel_calls=(True, False))
+        self._settle("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
+
+    def find_places(self) -> None:
+        """Find where assistants, calls and results are taken."""
+        self._settle("au", "a", "aua", "cru", takes_first_assistant=(True, False))
+        self._settle("ucru", "ucrua", takes_user_after_result=(True, False))
+        self._settle("ucua", "ucuau", takes_open_calls=(True, False))
+        self._settle("uo", "ou", "ucro", "ucrt", "uaou", takes_stray_results=(True, False))
+
+    def find_systems(self) -> None:
+        self._settle("du", "sdu", "uadu", knows_developer=(self._has_own_developer(), False))
+        self._settle("su", "suau", "sua", "sucr", "sucrau", takes_first_system=(True, False))
+        self._settle("uasu", "uas", "susu", "usau", "ucrsau", takes_later_system=(True, False))
+        self._settle("s", takes_lone_system=(True, False))
+
+    def find_reasoning(self) -> None:
+        shown = {key: self._thought_count(key) for key in _REASONING_KEYS}
+        key = max(_REASONING_KEYS, key=lambda key: shown[key])
+        self.traits = dataclasses.replace(self.traits, reasoning_key=key, shows_reasoning=shown[key] > 0)
+
+    def _settle(self, *histories: str, **choices: Iterable[Any]) -> None:
+        """Take the choices with which most histories come out, the first of them where several do."""
+        best, best_count = self.traits, -1
+        for values in itertools.product(*choices.values()):
+            traits = dataclasses.replace(self.traits, **dict(zip(choices, values, strict=True)))
+            count = sum(self._passes(history, traits) for history in histories)
+            if count > best_count:
+                best, best_count = traits, count
+            if count == len(histories):
+                break
+        self.traits = best
+
+    def _passes(self, history: str, traits: TemplateTraits) -> bool:
+        skeleton = _skeleton(history)
+        text = self._text(skeleton.messages, traits)
+        if text is None or ("r" not in history and _is_rewritten(text)):
+            return False
+        calls = [call for message in skeleton.messages for call in message.tool_calls]
+        if traits.arguments is Arguments.VERBATIM and not all(call.arguments_json in text for call in calls):
+            return False
+        # A loop may go on without the tools being told anew.
+        tells_tools = self._tools and self.traits.shows_tools and not calls
+        return not skeleton.lost_fields(text) and (not tells_tools or _TOOL.name in text)
+
+    def _has_own_developer(self) -> bool:
+        """Whether the template writes a developer otherwise than a system, and than a role nobody has."""
+        traits = dataclasses.replace(self.traits, knows_developer=True)
+        own, *others = (
+            (self._text(_skeleton(f"{role}u").messages, traits) or "").lower().replace(_ROLES[role], "")
+            for role in ("d", "s", "?")
+        )
+        return bool(own) and own not in others
+
+    def _thought_count(self, key: str) -> int:
+        """Return in how many places the template shows what was thought under this key."""
+        traits = dataclasses.replace(self.traits, reasoning_key=key)
+        texts = [self._text(_thoughtful(history), traits) for history in ("ua", "uau", "ucr", "uc")]
+        return sum(text is not None and _THOUGHT in text and not _is_rewritten(text) for text in texts)
+
+    def _text(
+        self, messages: Sequence[ChatMessage], traits: TemplateTraits, *, tools: Sequence[Tool] | None = None
+    ) -> str | None:
+        """Return what the template writes; None where it refuses."""
+        try:
+            with step_limit():
+                return self._render(fit(messages, traits), self._tools if tools is None else tools, traits)
+        except TemplateTooLong:
+            raise
+        except Exception:  # a template is a program of the model's author and raises what it likes
+            return None
+
+
+def _is_rewritten(text: str) -> bool:
+    return any(written in text for written in _REWRITTEN)
+
+
+def _thoughtful(history: str) -> list[ChatMessage]:
+    return [
+        dataclasses.replace(message, reasoning=_THOUGHT) if message.role == "assistant" else message
+        for message in _skeleton(history).messages
+    ]
+
+
+@functools.cache
+def _skeleton(history: str) -> Skeleton:
+    """Return the skeleton of a history in letters.
+
+    System, developer, user, assistant, an empty user (e); a call, two at once (p), one beside a text (b), a
+    result, the same again (t), one of no call (o).
+    """
+    messages: list[ChatMessage] = []
+    open_ids: list[str] = []
+    for place, letter in enumerate(history):
+        if letter in _CALL_COUNTS:
+            # Longer than some templates take, and without the name that others look for in it.
+            open_ids = [f"call_qz{place}_{i}_0123456789" for i in range(_CALL_COUNTS[letter])]
+            calls = tuple(ToolCall(id, "a", json.dumps({})) for id in open_ids)
+            messages.append(ChatMessage("assistant", "a" if letter == "b" else "", tool_calls=calls))
+        elif letter == "r":
+            messages.append(ChatMessage("tool", "a", tool_call_id=open_ids.pop(0)))
+        elif letter == "t":
+            messages.append(messages[-1])
+        elif letter == "e":
+            messages.append(ChatMessage("user", ""))
+        elif letter == "o":
+            messages.append(ChatMessage("tool", "a", tool_call_id="call_qzlost"))
+        else:
+            messages.append(ChatMessage(_ROLES[letter], "a"))
+    return skeleton_of(messages)

@@ -1,0 +1,168 @@
+"""Chat template of a model: turns and tools to text, and what it takes, found by trying it.
+
+Runs in the rpc room's small executor, one caller at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from icehouse_server.domain.chat import ChatMessage, Tool
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat.history import fit
+from icehouse_server.text.chat.probes import find_traits, skeleton_of
+from icehouse_server.text.chat.step_limit import STEP_LIMIT, TemplateTooLong
+from icehouse_server.text.chat.traits import TemplateTraits, ToolPlace
+from icehouse_server.text.chat.turn_form import form_of, offer
+
+
+class ChatTemplate:
+    """`wrapper` is mlx-lm's TokenizerWrapper, whose `apply_chat_template` is used for its text only."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._reserved = _own_arguments(wrapper)
+        self._traits: dict[bool, TemplateTraits | None] = {}
+
+    def traits(self, *, has_tools: bool) -> TemplateTraits:
+        """Return what the template takes in conversations with tools on offer, or in those without.
+
+        The first look renders some dozens of tiny ones. Raises InvalidRequest for a template without an end.
+        """
+        if has_tools not in self._traits:
+            self._traits[has_tools] = self._find_traits(has_tools=has_tools)
+        found = self._traits[has_tools]
+        if found is None:
+            raise _invalid(
+                f"the model's chat template runs through more than {STEP_LIMIT} lines for a few words; use "
+                "another template"
+            )
+        return found
+
+    def _find_traits(self, *, has_tools: bool) -> TemplateTraits | None:
+        def render(messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
+            # As a prompt ends: with the header of a reply, unless one comes last.
+            is_answered = messages[-1].role == "assistant"
+            return self._render(messages, tools=tools, traits=traits, adds_generation_prompt=not is_answered)
+
+        try:
+            return find_traits(render, has_tools=has_tools)
+        except TemplateTooLong:
+            return None
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, Any] | None = None,
+        adds_generation_prompt: bool = False,
+        continues_final_message: bool = False,
+    ) -> str:
+        """Return what the template writes of turns that fit it; raises InvalidRequest with its words when it
+        refuses."""
+        arguments = arguments or {}
+        for name in sorted(arguments):
+            if name in self._reserved:
+                raise _invalid(
+                    f"template_arguments has {name!r}, which the server sets itself; leave it out",
+                    field="chat.template_arguments",
+                    argument=name,
+                )
+        try:
+            return self._render(
+                messages,
+                tools=tools,
+                traits=self.traits(has_tools=bool(tools)),
+                arguments=arguments,
+                adds_generation_prompt=adds_generation_prompt,
+                continues_final_message=continues_final_message,
+            )
+        except jinja2.TemplateError as error:
+            raise _invalid(f"the model's chat template refused the conversation: {error.message}") from error
+        except Exception as error:  # a template is a program of the model's author and raises what it likes
+            kind = type(error).__name__
+            raise _invalid(
+                f"the model's chat template failed with {kind}; it cannot render this conversation",
+                error=kind,
+            ) from error
+
+    def check_shown(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool],
+        arguments: Mapping[str, Any],
+        adds_generation_prompt: bool,
+    ) -> None:
+        """Refuse a history of which the template would drop a text without a word; raises InvalidRequest.
+
+        Thoughts do not count: which of them stay is for the template to say.
+        """
+        skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
+        try:
+            text = self._render(
+                fit(skeleton.messages, traits),
+                tools=tools,
+                traits=traits,
+                arguments=arguments,
+                adds_generation_prompt=adds_generation_prompt,
+            )
+        except Exception:  # as above; of the words themselves it has said what it says
+            return
+        lost = skeleton.lost_fields(text)
+        if lost:
+            field = f"chat.{lost[0]}"
+            raise _invalid(
+                f"the model's chat template would drop {field} without a word; say it in a user's message "
+                "instead",
+                field=field,
+                lost_count=len(lost),
+            )
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool],
+        traits: TemplateTraits,
+        arguments: Mapping[str, Any] | None = None,
+        adds_generation_prompt: bool = False,
+        continues_final_message: bool = False,
+    ) -> str:
+        # A renderer written in Python may know fewer arguments: what is not asked for is not passed.
+        extra: dict[str, Any] = dict(arguments or {})
+        turns = [form_of(message, traits) for message in messages]
+        offered = [offer(tool, traits.tool_form) for tool in tools]
+        if offered and traits.tool_place is ToolPlace.IN_SYSTEM:
+            turns[0]["tools"] = json.dumps(offered, ensure_ascii=False)
+        elif offered or traits.wants_tool_list:
+            extra["tools"] = offered
+        if continues_final_message:
+            extra["continue_final_message"] = bool(messages[-1].content) or traits.reasoning_key or True
+        rendered = self._wrapper.apply_chat_template(
+            turns,
+            tokenize=False,
+            add_generation_prompt=adds_generation_prompt,
+            **extra,
+        )
+        return str(rendered)
+
+
+def _own_arguments(wrapper: Any) -> frozenset[str]:
+    """Return the names that mean something to the renderer itself."""
+    names = {"messages", "conversation", "self", "args", "kwargs"}
+    inner = getattr(wrapper, "_tokenizer", wrapper)
+    for function in (inner.apply_chat_template, getattr(wrapper, "_chat_template", None)):
+        if function is not None:
+            names.update(inspect.signature(function).parameters)
+    return frozenset(names)
+
+
+def _invalid(message: str, *, field: str = "chat", **facts: object) -> InvalidRequest:
+    return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata=facts)
