@@ -2,7 +2,10 @@
 
 Agents put a line for their billing into the first system message, with a checksum (`cch=…`) that differs in
 every request, and send tools, and the keys of their schemas, in the order of some hash table. Each of them
-makes another prompt of the same words, and nothing of the cached one can be reused. Pure functions.
+makes another prompt of the same words, and nothing of the cached one can be reused.
+
+A gateway that renders the template itself sends tokens: the line is found there too, and what it leaves is
+tokenized anew. Pure functions.
 """
 
 from __future__ import annotations
@@ -10,17 +13,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, PromptChange, PromptChangeKind, Tool
 
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
 _SYSTEM_ROLES = ("system", "developer")
+_HEAD_TOKEN_COUNT = 2048
+"""Of a rendered prompt, where the first turn begins."""
+_HEADER_LENGTH = 32
+"""A role and what else stands between special tokens is shorter than this, a turn longer."""
 _PAIR = r"[\w.\-]{1,64}=[^;\s]{0,256}"
-_PAIRS = re.compile(
-    rf"^(?:[\w.\-]{{1,64}}:[ \t]+)?((?:{_PAIR};[ \t]*)*(?:{_PAIR}[ \t]*$)?)(\n?)", re.MULTILINE
-)
+_LINE = rf"(?P<line>(?:[\w.\-]{{1,64}}:[ \t]+)?(?P<pairs>(?:{_PAIR};[ \t]*)*(?:{_PAIR}[ \t]*$)?)(\n?))"
+_PAIRS = re.compile(rf"^{_LINE}", re.MULTILINE)
 """The beginning of a line such as `x-anthropic-billing-header: cc_version=2.1; cch=0a1b;`, perhaps with the
 next part of the message right behind it: parts are joined without a separator."""
+_PAIRS_IN_TURN = re.compile(rf"^[ \t]*{_LINE}", re.MULTILINE)
+"""In a rendered turn a template may have put a space before it."""
 _CHECKSUM = re.compile(r"(?:^|;[ \t]*)cch=")
 
 
@@ -43,6 +54,58 @@ def normalized(conversation: Conversation) -> tuple[Conversation, tuple[PromptCh
     return dataclasses.replace(conversation, messages=messages, tools=ordered), changes
 
 
+def normalized_tokens(
+    token_ids: tuple[int, ...], *, encode: Encode, decode: Decode, added_token_ids: Collection[int]
+) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
+    """Return a rendered prompt without the billing lines in its first turn, and what was changed.
+
+    `encode` adds no special tokens and `decode` hides none; `added_token_ids` are cut out of a text before
+    anything else, so that what lies between two of them can be tokenized by itself. The prompt stays as it is
+    where its text without the line would not come out exactly so.
+    """
+    start, stop = _first_turn(token_ids, decode, added_token_ids)
+    turn = decode(token_ids[start:stop])
+    kept, count = _cut_billing_lines(turn, _PAIRS_IN_TURN)
+    if not count:
+        return token_ids, ()
+    anew = (*token_ids[:start], *encode(kept), *token_ids[stop:])
+    if not kept.strip() or decode(anew) != decode(token_ids[:start]) + kept + decode(token_ids[stop:]):
+        return token_ids, ()
+    return anew, (PromptChange(PromptChangeKind.BILLING_LINE_DROPPED, count),)
+
+
+def _first_turn(
+    token_ids: Sequence[int], decode: Decode, added_token_ids: Collection[int]
+) -> tuple[int, int]:
+    """Return where the first text between added tokens lies that is longer than a header; it may go on beyond
+    the head, and is then taken to its end."""
+    start = 0
+    for index in (
+        *(i for i, token_id in enumerate(token_ids) if token_id in added_token_ids),
+        len(token_ids),
+    ):
+        if len(decode(token_ids[start:index])) > _HEADER_LENGTH:
+            return start, index
+        start = index + 1
+        if start >= _HEAD_TOKEN_COUNT:
+            break
+    return 0, 0
+
+
+def _cut_billing_lines(text: str, pairs: re.Pattern[str]) -> tuple[str, int]:
+    """Return a text without such lines, and how many there were. With the rest of a line left, its end stays
+    too."""
+    kept: list[str] = []
+    position = count = 0
+    for found in pairs.finditer(text):
+        if _CHECKSUM.search(found["pairs"]) is None:
+            continue
+        kept.append(text[position : found.start("line")])
+        position = found.end()
+        count += 1
+    return "".join((*kept, text[position:])), count
+
+
 def _without_billing_lines(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], int]:
     """Return the messages without such lines in the first system message, and how many there were.
 
@@ -52,16 +115,7 @@ def _without_billing_lines(messages: tuple[ChatMessage, ...]) -> tuple[tuple[Cha
     if index is None:
         return messages, 0
     message = messages[index]
-    kept: list[str] = []
-    position = count = 0
-    for found in _PAIRS.finditer(message.content):
-        if _CHECKSUM.search(found[1]) is None:
-            continue
-        # With the rest of the line left, its end stays too.
-        kept.append(message.content[position : found.start()])
-        position = found.end()
-        count += 1
-    content = "".join((*kept, message.content[position:]))
+    content, count = _cut_billing_lines(message.content, _PAIRS)
     if not count or (not content.strip() and len(messages) == 1):
         return messages, 0
     changed = (dataclasses.replace(message, content=content),) if content.strip() else ()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
@@ -22,6 +22,7 @@ from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.mlx_lm_parsers import read_reply_format
+from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_parser import ReplySplitter
 
@@ -97,6 +98,15 @@ class Tokenizer:
         text, plain = self.encode(_LETTER), self.spell(_LETTER)
         start = next((i for i in range(len(text)) if text[i : i + len(plain)] == plain), 0)
         return infill_format_of(self._wrapper.get_vocab(), encode=self.spell, start=tuple(text[:start]))
+
+    def normalized(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
+        """Return a prompt that somebody else has rendered, without what is volatile, and what was changed."""
+        return normalized_tokens(
+            token_ids,
+            encode=self.spell,
+            decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+            added_token_ids=self._wrapper.added_tokens_decoder.keys(),
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""

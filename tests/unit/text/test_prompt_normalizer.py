@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,10 @@ from icehouse_server.domain.chat import (
     ToolCall,
 )
 from icehouse_server.text.prompt_normalizer import normalized
+
+from tests.fixtures.chat.families import tokenizer_of
+from tests.fixtures.chat.histories import TEMPLATES
+from tests.fixtures.models.chat_templates import Family
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.36.fd9; cc_entrypoint=cli; cch=a1b2c;"
 RULES = "You are an agent.\nBe brief; a=b; x=1."
@@ -125,3 +131,45 @@ def test_a_long_message_takes_time_in_proportion_to_it() -> None:
     # As hard as it gets for a pattern of pairs: nothing but pairs, and never an end.
     conversation = asked("a=b=c.d;" * 20_000 + " ")
     assert normalized(conversation)[1] == ()
+
+
+_MARKER = re.compile(r"<\|[^|<>{}]+\|>|\[/?[A-Z_]+\]")
+
+
+def marked_tokenizer(name: str) -> Any:
+    """Return a template's tokenizer, which has its markers as tokens."""
+    markers = {"[system]", "[user]", *_MARKER.findall(TEMPLATES[name])}
+    return tokenizer_of(Family(TEMPLATES[name], tuple((marker, True) for marker in sorted(markers))))
+
+
+def rendered(tokenizer: Any, system: str, *more: ChatMessage) -> tuple[int, ...]:
+    messages = (ChatMessage("system", system), ChatMessage("user", "Hi"), *more)
+    return tuple(tokenizer.render_chat(Conversation(messages)).token_ids)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_tokens_that_a_gateway_rendered_are_those_of_the_conversation_without_the_line(name: str) -> None:
+    tokenizer = marked_tokenizer(name)
+    wanted = rendered(tokenizer, RULES)
+    for checksum in ("a1b2c", "0", "ffffffffff"):
+        for end in ("", "\n"):
+            system = HEADER.replace("a1b2c", checksum) + end + RULES
+            assert tokenizer.normalized(rendered(tokenizer, system)) == (wanted, DROPPED)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_tokens_without_such_a_line_stay_as_they_are(name: str) -> None:
+    tokenizer = marked_tokenizer(name)
+    later = (ChatMessage("assistant", "Yes."), ChatMessage("user", f"What is this?\n{HEADER}\n"))
+    for system in (RULES, "x-header: a=b; x=cch;" + RULES):
+        tokens = rendered(tokenizer, system, *later)
+        # Where a template has no markers, one turn cannot be told from the next.
+        if len({*tokens} & tokenizer._wrapper.added_tokens_decoder.keys()) > 2:
+            assert tokenizer.normalized(tokens) == (tokens, ())
+
+
+def test_a_prompt_that_is_nothing_but_the_line_stays() -> None:
+    tokenizer = marked_tokenizer("strict_alternation")
+    tokens = tuple(tokenizer.encode(HEADER))
+    assert tokenizer.normalized(tokens) == (tokens, ())
+    assert tokenizer.normalized(()) == ((), ())

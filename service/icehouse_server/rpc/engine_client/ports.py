@@ -8,7 +8,7 @@ from typing import Protocol
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.chat import Conversation, ImageSource, ImageTexts, RenderedChat
+from icehouse_server.domain.chat import Conversation, ImageSource, ImageTexts, PromptChange, RenderedChat
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentImages
@@ -66,6 +66,10 @@ class TokenizerPort(Protocol):
     @property
     def longest_token_bytes(self) -> int:
         """The most bytes of text that one token stands for, or more. May take a tenth of a second."""
+        ...
+
+    def normalized(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
+        """Return a rendered prompt without what is volatile, and what was changed."""
         ...
 
     def encode(self, text: str) -> list[int]:

@@ -260,7 +260,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Ca
 
     return ReportNotes(
         text=text if call.caller.tenant in (None, tenant) else None,
-        changes=() if prompt.chat is None else prompt.chat.changes,
+        changes=prompt.changes,
     )
 
 

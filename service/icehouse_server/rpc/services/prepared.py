@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
+from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
@@ -22,8 +22,6 @@ class RenderedConversation:
 
     conversation: Conversation
     rendered: RenderedChat
-    changes: tuple[PromptChange, ...] = ()
-    """What was changed of it before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

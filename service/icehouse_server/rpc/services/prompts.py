@@ -33,14 +33,10 @@ from icehouse_server.text.prompt_normalizer import normalized
 
 Result = TypeVar("Result")
 
-_SHORT_BYTES = 16 << 10
-"""A message up to this long is checked at once, which takes less than going to a thread."""
-_LONG_BYTES = 256 << 10
-"""Tokenizing so much takes some tenths of a second."""
-_TEXT_BYTES = 1 << 20
-"""So much text is tokenized whatever the model."""
-TOKENIZED_BYTES_PER_TOKEN = 8
-"""Text that Tokenize takes, by the model's context: twice what fits, in most languages."""
+_SHORT_BYTES, _LONG_BYTES = 16 << 10, 256 << 10
+"""A message is checked at once, or in a thread; tokenizing takes some tenths of a second."""
+_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
+"""Text that is tokenized whatever the model; that Tokenize takes for each token of its context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +75,7 @@ class Tokens:
     field: str = "tokens"
     images: SentImages | None = None
     """Those that some of the tokens stand for, prepared by who sends them."""
+    normalizes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +117,8 @@ class ReadPrompt:
     images: tuple[ImageSpan, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """What ends the output of such a prompt, beside the model's end tokens."""
+    changes: tuple[PromptChange, ...] = ()
+    """What the normaliser changed of it."""
 
     @property
     def keys(self) -> TokenKeys:
@@ -205,13 +204,13 @@ def prompt_of(
 ) -> Prompt:
     """Return the prompt that `kind` names, not empty; raises InvalidRequest.
 
-    A conversation is normalised first where `normalizes` says so.
+    It is normalised first where `normalizes` says so.
     """
     if kind is None:
         raise _missing("`text`, `chat` or `tokens`")
     if kind == "tokens":
         check_no_tools(message.tools, choice)
-        return _tokens_of(message.tokens, info)
+        return _tokens_of(message.tokens, info, normalizes=normalizes)
     prompt = text_prompt_of(message, kind, info, choice, normalizes=normalizes)
     if isinstance(prompt, Text) and not prompt.text:
         raise _empty("text")
@@ -304,7 +303,7 @@ class PromptReader:
             found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)
         else:
             checked = prompt.check()
-            if isinstance(checked, Tokens):
+            if isinstance(checked, Tokens) and not checked.normalizes:
                 return ReadPrompt(checked.token_ids)
             found = checked if _has_images(checked) else await self.run(lambda: _read(checked, model))
         if isinstance(found, ReadPrompt):
@@ -422,10 +421,13 @@ def _read(prompt: Prompt, model: ServedModel, images: OpenImages | None = None) 
     """Return the prompt's tokens. What cannot fit is not even tokenized. `images` are those of a
     conversation, read already."""
     if isinstance(prompt, Tokens):
-        if prompt.images is None:
+        if prompt.images is not None:
+            assert model.images is not None, "a model that reads text alone refuses them before"
+            return ReadPrompt(prompt.token_ids, images=model.images.place(prompt.token_ids, prompt.images))
+        if not prompt.normalizes:
             return ReadPrompt(prompt.token_ids)
-        assert model.images is not None, "a model that reads text alone refuses them before"
-        return ReadPrompt(prompt.token_ids, images=model.images.place(prompt.token_ids, prompt.images))
+        token_ids, changes = model.tokenizer.normalized(prompt.token_ids)
+        return ReadPrompt(token_ids, changes=changes)
     if prompt.size_bytes > _TEXT_BYTES:
         limit = model.info.context_token_limit * model.tokenizer.longest_token_bytes
         _check_bytes(prompt, limit_bytes=max(_TEXT_BYTES, limit))
@@ -462,9 +464,9 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -
     if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
     rendered = model.tokenizer.render_chat(conversation)
-    chat = RenderedConversation(prompt.conversation, rendered, prompt.changes)
+    chat = RenderedConversation(prompt.conversation, rendered)
     spans = () if images is None else images.spans(rendered.token_ids)
-    return ReadPrompt(rendered.token_ids, chat, spans)
+    return ReadPrompt(rendered.token_ids, chat, spans, changes=prompt.changes)
 
 
 def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
@@ -479,13 +481,13 @@ def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
     )
 
 
-def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo) -> Tokens:
+def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo, *, normalizes: bool = False) -> Tokens:
     if not tokens.ids:
         raise _empty("tokens")
     # Before the ids are looked at one by one, so that the longest message costs the loop little.
     check_length(len(tokens.ids), info, field="tokens")
     check_token_ids(tokens.ids, info, field="tokens.ids")
-    return Tokens(tuple(tokens.ids))
+    return Tokens(tuple(tokens.ids), normalizes=normalizes)
 
 
 def _missing(choices: str) -> InvalidRequest:
