@@ -19,7 +19,7 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.call_form import EXAMPLE_NAME as _NAME
 from icehouse_server.text.call_form import call_form_of
 from icehouse_server.text.chat_template import ChatTemplate, TemplateTraits, fit
-from icehouse_server.text.reply_format import ReplyFormat
+from icehouse_server.text.replies.core.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""

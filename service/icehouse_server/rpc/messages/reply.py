@@ -34,7 +34,7 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
     started_proto,
 )
-from icehouse_server.text.reply_parser import ReplySplitter
+from icehouse_server.text.replies.reader import ReplySplitter
 
 
 class Replies:

@@ -1,0 +1,45 @@
+"""Family of models: how their replies are written, as data. A model's is found by what its template
+renders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from icehouse_server.text.replies.core.marked_reply import MarkedReply
+from icehouse_server.text.replies.core.reply_format import Layout, Notation
+
+MakeLayout = Callable[[str, str], Layout]
+"""From the markers of reasoning, which may be empty."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """An entry. `name` is told to callers, `models` and `tested_with` to readers of the docs."""
+
+    name: str
+    models: str
+    notation: Notation
+    call_start: str
+    """What each call begins with in a template's text, markers of a section included."""
+    call_end: str = ""
+    """What its text ends with; empty where the end of the output does."""
+    dropped: tuple[str, ...] = ()
+    """Markers around what is said."""
+    layout: MakeLayout | None = None
+    """Of replies that are not text with markers in it."""
+    shown: tuple[str, ...] = ()
+    """What a prompt that offers tools says of the notation, all of it, where the template renders no
+    calls."""
+    tokens: tuple[str, ...] = ()
+    """Tokens of a vocabulary that has no other use for them."""
+    aliases: tuple[str, ...] = ()
+    """Names that tokenizer_config.json may give the notation as its `tool_parser_type`."""
+    tested_with: str = ""
+    """Models whose chat template is among the tests."""
+
+    def layout_of(self, think_start: str, think_end: str) -> Layout:
+        """Return the layout of a reply with these markers of reasoning."""
+        if self.layout is not None:
+            return self.layout(think_start, think_end)
+        return MarkedReply(think_start, think_end, self.notation, self.dropped)

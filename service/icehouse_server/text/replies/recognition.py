@@ -1,0 +1,252 @@
+"""Recognition of a model's replies: which family they are of, from what its chat template renders.
+
+Calls that we know are given to the template as a past turn. The family whose reader reads them back from
+what comes out is the model's: no word is looked for in the template's source. Where the template writes no
+calls, what it says of them in a prompt that offers tools counts, then the vocabulary's own tokens, and last
+what the tokenizer's configuration names. Markers of reasoning are what stands around a thought that is
+rendered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from icehouse_server.domain.chat import CallPiece, ChatMessage, Tool, ToolCall
+from icehouse_server.errors import InvalidRequest
+from icehouse_server.text.replies.core.family import Family
+from icehouse_server.text.replies.core.marked_reply import MarkedReply
+from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.replies.families.registry import FAMILIES
+from icehouse_server.text.replies.reader import ReplySplitter
+
+# Words that no template contains, to be found again in what it writes.
+_ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
+_ARGUMENTS = '{"qzwordqz": "qzvalueqz", "qznumberqz": 71}'
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "qzwordqz": {"type": "string", "description": "qzwordaboutqz"},
+        "qznumberqz": {"type": "integer", "description": "qznumberaboutqz"},
+    },
+    "required": ["qzwordqz", "qznumberqz"],
+}
+_TOOLS = tuple(Tool(name, "qzaboutqz", _PARAMETERS) for name in ("qzfirstqz", "qzsecondqz"))
+
+KNOWN_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|thought_start|>", "<|thought_end|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+"""Markers that are looked for where the template shows no thoughts of past turns."""
+
+_TAG_BEFORE = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])\s*$")
+_TAG_BEHIND = re.compile(r"\s*(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])")
+_WORDS = re.compile(r"[a-z]{3,}")
+_SIDES = {"start", "end", "begin", "open", "close"}
+
+
+class Template(Protocol):
+    """A chat template, which refuses with InvalidRequest."""
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        adds_generation_prompt: bool = False,
+    ) -> str:
+        """Return what it writes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a tokenizer knows."""
+
+    tokens: Collection[str]
+    special: Collection[str]
+    """Those that decoding hides when told to hide special tokens."""
+    parser_name: str = ""
+    """`tool_parser_type` of tokenizer_config.json."""
+
+
+def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> ReplyFormat:
+    """Return how the replies of a model are to be read; `template` is None where it has none."""
+    probe = _Probe(template)
+    thoughts, seen_in = _thoughts(probe, vocabulary)
+    family, found_by = _family(probe, vocabulary, thoughts)
+    evidence = []
+    if thoughts[0]:
+        evidence.append(f"reasoning between {thoughts[0]} and {thoughts[1]}: {seen_in}")
+    if family is None:
+        return _format(MarkedReply(*thoughts), vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
+    evidence.append(f"calls: {found_by}")
+    layout = family.layout_of(*thoughts)
+    found = _format(layout, vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
+    marks = (*family.notation.starts, *family.notation.ends, family.call_start, family.call_end)
+    return dataclasses.replace(
+        found,
+        family=family.name,
+        call_start=family.call_start,
+        call_end=family.call_end,
+        hides_call_markers=_contains(marks, vocabulary.special),
+    )
+
+
+def _format(layout: Any, vocabulary: Vocabulary, *, thoughts: tuple[str, str], evidence: str) -> ReplyFormat:
+    return ReplyFormat(
+        layout,
+        evidence=evidence,
+        think_start=thoughts[0],
+        think_end=thoughts[1],
+        hides_markers=_contains(layout.markers, vocabulary.special),
+    )
+
+
+class _Probe:
+    """Texts of a template; "" for what it refuses or where there is none."""
+
+    def __init__(self, template: Template | None) -> None:
+        self._template = template
+
+    def render(
+        self, *answers: ChatMessage, tools: Sequence[Tool] = (), adds_generation_prompt: bool = False
+    ) -> str:
+        if self._template is None:
+            return ""
+        try:
+            return self._template.text(
+                [ChatMessage("user", _ASKED), *answers],
+                tools=tools,
+                adds_generation_prompt=adds_generation_prompt,
+            )
+        except InvalidRequest:
+            return ""
+
+    def reply(self, answer: ChatMessage, *, tools: Sequence[Tool] = ()) -> str:
+        """Return what is written of an answer, from where the prompt for it ends to the end of its turn."""
+        whole = self.render(answer, tools=tools)
+        asked = self.render(tools=tools)
+        prompt = self.render(tools=tools, adds_generation_prompt=True)
+        header = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        if prompt and whole.startswith(prompt):
+            return whole[len(prompt) :]
+        begun = whole[len(asked) :] if asked and whole.startswith(asked) else whole[whole.rfind(_ASKED) :]
+        place = begun.find(header) if header else -1
+        return begun[place + len(header) :] if place >= 0 else begun.removeprefix(_ASKED)
+
+    @property
+    def turn_end(self) -> str:
+        """What ends an assistant's turn."""
+        text = self.render(ChatMessage("assistant", _ANSWERED))
+        return text[text.rfind(_ANSWERED) + len(_ANSWERED) :] if _ANSWERED in text else ""
+
+    @property
+    def offer(self) -> str:
+        """What a prompt says of tools, where they are offered."""
+        without, with_tools = self.render(), self.render(tools=_TOOLS)
+        return "" if without == with_tools else with_tools
+
+
+def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], str]:
+    """Return the markers of reasoning, and where they were seen."""
+    for answer in (
+        ChatMessage("assistant", _ANSWERED, reasoning=_THOUGHT),
+        ChatMessage("assistant", "", reasoning=_THOUGHT, tool_calls=_calls(1)),
+    ):
+        found = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
+        if found[0]:
+            return found, "the chat template writes thoughts so"
+    header = probe.render(adds_generation_prompt=True)
+    header = header[header.rfind(_ASKED) :]
+    for start, end in KNOWN_THOUGHTS:
+        if start in header:
+            return (start, end), "the chat template begins a reply so"
+    for start, end in KNOWN_THOUGHTS:
+        if start in vocabulary.tokens and end in vocabulary.tokens:
+            return (start, end), "the vocabulary has them"
+    said = probe.offer or probe.render()
+    for start, end in KNOWN_THOUGHTS:
+        if start in said and end in said:
+            return (start, end), "the prompt asks for them"
+    return ("", ""), ""
+
+
+def _around(text: str) -> tuple[str, str]:
+    """Return the markers around a thought; empty where it stands in none."""
+    place = text.rfind(_THOUGHT)
+    if place < 0:
+        return "", ""
+    before, behind = text[:place].rstrip(), text[place + len(_THOUGHT) :].lstrip()
+    for start, end in KNOWN_THOUGHTS:
+        if before.endswith(start) and behind.startswith(end):
+            return start, end
+    start_tag, end_tag = _TAG_BEFORE.search(before[-80:]), _TAG_BEHIND.match(behind)
+    if start_tag is None or end_tag is None:
+        return "", ""
+    words = [set(_WORDS.findall(tag[1].lower())) - _SIDES for tag in (start_tag, end_tag)]
+    return (start_tag[1], end_tag[1]) if words[0] & words[1] else ("", "")
+
+
+def _calls(count: int) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(f"{index:09d}", tool.name, _ARGUMENTS) for index, tool in enumerate(_TOOLS[:count]))
+
+
+def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family | None, str]:
+    """Return the family that the calls are of, and how that was found."""
+    turn_end = probe.turn_end
+    for count in (2, 1):
+        reply = probe.reply(ChatMessage("assistant", "", tool_calls=_calls(count)), tools=_TOOLS)
+        reply = reply.removesuffix(turn_end)
+        for family in FAMILIES:
+            if _reads(family, reply, thoughts, count):
+                return family, "the chat template writes calls so"
+    offer = probe.offer
+    for family in FAMILIES:
+        if family.shown and all(part in offer for part in family.shown):
+            return family, "the prompt that offers tools asks for them so"
+    for family in FAMILIES:
+        if family.tokens and all(token in vocabulary.tokens for token in family.tokens):
+            return family, f"the vocabulary has {' and '.join(family.tokens)}"
+    for family in FAMILIES:
+        if vocabulary.parser_name in (family.name, *family.aliases):
+            return family, "the tokenizer's configuration names it"
+    return None, ""
+
+
+def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> bool:
+    """Whether the family's reader finds the calls that the template was given, and no others."""
+    if not reply:
+        return False
+    format = ReplyFormat(family.layout_of(*thoughts))
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
+        for tool in _TOOLS
+    ]
+    splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
+    pieces = [piece for piece in (*splitter.push(reply), *splitter.finish()) if isinstance(piece, CallPiece)]
+    if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
+        return False
+    for index in range(count):
+        own = [piece for piece in pieces if piece.index == index]
+        text = "".join(piece.arguments_json for piece in own)
+        if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
+            return False
+    return True
+
+
+def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:
+    return any(part in text for text in texts if text for part in parts if part)
