@@ -53,9 +53,10 @@ class ReplySplitter:
         self._feed(text)
         return self._told()
 
-    def finish(self) -> list[Piece]:
-        """End the output: whatever was held back is what it seemed to be."""
-        self._source.end()
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """End the output: whatever was held back is what it seemed to be. `is_cut` where it ends at a limit,
+        and the model would have gone on."""
+        self._source.end(is_cut=is_cut)
         self._reading.go_on()
         return self._told()
 

@@ -10,6 +10,7 @@ rendered.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -94,15 +95,16 @@ def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> Repl
     if family is None:
         return _format(MarkedReply(*thoughts), vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
     evidence.append(f"calls: {found_by}")
+    thoughts = family.thoughts if family.layout is not None else thoughts
     layout = family.layout_of(*thoughts)
     found = _format(layout, vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
-    marks = (*family.notation.starts, *family.notation.ends, family.call_start, family.call_end)
     return dataclasses.replace(
         found,
         family=family.name,
         call_start=family.call_start,
         call_end=family.call_end,
-        hides_call_markers=_contains(marks, vocabulary.special),
+        hides_call_markers=_contains(family.call_markers, vocabulary.special),
+        is_always_read=family.layout is not None or bool(family.dropped),
     )
 
 
@@ -201,15 +203,23 @@ def _around(text: str) -> tuple[str, str]:
     return (start_tag[1], end_tag[1]) if words[0] & words[1] else ("", "")
 
 
-def _calls(count: int) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(f"{index:09d}", tool.name, _ARGUMENTS) for index, tool in enumerate(_TOOLS[:count]))
+_ID_FORMS = ("{index:09d}", "functions.{name}:{index}")
+"""Mistral's templates take ids of nine characters only; Kimi's write the id and no name."""
+
+
+def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(id_form.format(index=index, name=tool.name), tool.name, _ARGUMENTS)
+        for index, tool in enumerate(_TOOLS[:count])
+    )
 
 
 def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family | None, str]:
     """Return the family that the calls are of, and how that was found."""
     turn_end = probe.turn_end
-    for count in (2, 1):
-        reply = probe.reply(ChatMessage("assistant", "", tool_calls=_calls(count)), tools=_TOOLS)
+    for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
+        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
+        reply = probe.reply(answer, tools=_TOOLS)
         reply = reply.removesuffix(turn_end)
         for family in FAMILIES:
             if _reads(family, reply, thoughts, count):
@@ -238,7 +248,7 @@ def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) ->
     ]
     splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
     pieces = [piece for piece in (*splitter.push(reply), *splitter.finish()) if isinstance(piece, CallPiece)]
-    if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
+    if splitter.good_count != count or any(piece.is_withdrawn or piece.is_repaired for piece in pieces):
         return False
     for index in range(count):
         own = [piece for piece in pieces if piece.index == index]

@@ -77,7 +77,8 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
         return
     if _is_json(bare):
         yield ReadValue(bare)
-    yield ReadValue(quoted(text))
+    if argument.is_text is None:
+        yield ReadValue(quoted(text))
     lenient: list[Callable[[], tuple[str, bool]]] = [lambda: tolerant(bare, is_python=is_python)]
     if is_python:
         lenient.append(lambda: python_literal(bare))
@@ -87,7 +88,7 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
             yield ReadValue(found, is_repaired)
         except Malformed:
             continue
-    if bare != text:
+    if bare != text or argument.is_text is False:
         yield ReadValue(quoted(bare), is_repaired=True)
 
 

@@ -25,6 +25,8 @@ class Source:
         self.rest = text
         """What has come and was not read."""
         self.has_ended = has_ended
+        self.is_cut = False
+        """The end is not the model's: it would have gone on."""
         self.read_length = 0
         """Characters that were read."""
         self._record: list[str] | None = None
@@ -35,9 +37,10 @@ class Source:
         """Add text."""
         self.rest += text
 
-    def end(self) -> None:
-        """Say that no more text comes."""
+    def end(self, *, is_cut: bool = False) -> None:
+        """Say that no more text comes; `is_cut` where the model would have gone on."""
         self.has_ended = True
+        self.is_cut = is_cut
 
     def record(self, begun: str, *, limit: int) -> None:
         """Keep what is read from here on, behind `begun`; raises TooLong where it becomes longer."""

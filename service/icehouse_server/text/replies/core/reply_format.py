@@ -68,8 +68,6 @@ class Layout(Protocol):
     """How a reply is laid out: what of it is thought, said and called."""
 
     @property
-    def notation(self) -> Notation | None: ...
-    @property
     def markers(self) -> Sequence[str]:
         """Texts that tell parts apart, those of calls left out."""
         ...
@@ -105,7 +103,7 @@ class ReplyFormat:
 
     @property
     def marks_calls(self) -> bool:
-        return self.layout.notation is not None
+        return bool(self.family)
 
     def hides(self, *, reads_calls: bool) -> bool:
         """Whether markers that matter are hidden by plain detokenization."""

@@ -29,4 +29,65 @@ LLAMA = Family(
     shown=('{"name": function name, "parameters": dictionary of argument name and its value}',),
     tokens=("<|python_tag|>", "<|eom_id|>"),
 )
-JSON_FAMILIES = (HERMES, LLAMA)
+COMMAND_A = Family(
+    name="command-a",
+    models="Command R7B, Command A",
+    notation=JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",), arguments_key="parameters", is_list=True),
+    call_start="<|START_ACTION|>",
+    call_end="<|END_ACTION|>",
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+)
+COMMAND_R = Family(
+    name="command-r",
+    models="Command R, Command R+",
+    notation=JsonCalls(
+        ("Action: ```json", "Action:```json", "Action:\n```json"),
+        ("```",),
+        arguments_key="parameters",
+        is_list=True,
+    ),
+    call_start="Action:",
+    call_end="```",
+    shown=("Write 'Action:' followed by a json-formatted list of actions", '"tool_name"', '"parameters"'),
+)
+JAMBA = Family(
+    name="jamba",
+    models="Jamba 1.5 and later",
+    notation=JsonCalls(("<tool_calls>",), ("</tool_calls>",), is_list=True),
+    call_start="<tool_calls>",
+    call_end="</tool_calls>",
+    tokens=("<tool_calls>", "</tool_calls>"),
+)
+PHI = Family(
+    name="phi4",
+    models="Phi-4-mini",
+    notation=JsonCalls(("<|tool_call|>", "functools"), ("<|/tool_call|>",), is_list=True),
+    call_start="<|tool_call|>",
+    call_end="<|/tool_call|>",
+    shown=("<|tool_call|>", "<|/tool_call|>"),
+    tokens=("<|tool_call|>", "<|/tool_call|>"),
+)
+GRANITE = Family(
+    name="granite",
+    models="Granite 3",
+    notation=JsonCalls(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",), is_list=True),
+    call_start="<|tool_call|>",
+    shown=("<|tool_call|>",),
+    tokens=("<|tool_call|>", "<|start_of_role|>"),
+)
+FIREFUNCTION = Family(
+    name="firefunction",
+    models="FireFunction",
+    notation=JsonCalls(("<functioncall>",)),
+    call_start="<functioncall>",
+)
+HAMMER = Family(
+    name="hammer",
+    models="Hammer 2",
+    notation=JsonCalls(is_bare=True, is_list=True),
+    call_start="[",
+    shown=("please directly output an empty list", '{"name": "func_name1", "arguments": {'),
+)
+
+JSON_FAMILIES = (HERMES, LLAMA, COMMAND_A, COMMAND_R, JAMBA, PHI, GRANITE, FIREFUNCTION, HAMMER)

@@ -37,6 +37,8 @@ class JsonCalls:
     """The family writes a code fence around them."""
     is_list: bool = False
     """The family writes them as a list."""
+    is_foreign: bool = False
+    """The family writes calls otherwise, and is understood all the same."""
     has_late_id: bool = False
     """Ids come behind the arguments, which wait for them."""
 
@@ -51,7 +53,7 @@ class JsonCalls:
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
         """Read what follows the start."""
-        is_odd = False
+        is_odd = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
         while True:

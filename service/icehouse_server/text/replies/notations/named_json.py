@@ -28,6 +28,8 @@ class NamedJson:
     """Stands between a name and the call's id, where the family writes one there."""
     name_pattern: str = r"[\w.\-]{1,200}"
     """A pattern of the package `regex`. Its groups `name` and `id`, where it has them, are the call's."""
+    is_lone: bool = False
+    """The start belongs to the call, so that a section has one."""
     is_fenced: bool = False
     """The family writes a code fence around the JSON."""
 
@@ -64,6 +66,8 @@ class NamedJson:
             is_odd = yield from self._arguments(source, calls, text)
             calls.end(is_repaired=is_odd or text.is_repaired)
             count += 1
+            if self.is_lone:
+                return
         if not count:
             calls.end(problem="there is no call in it")
 
