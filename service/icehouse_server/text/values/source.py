@@ -188,10 +188,12 @@ class Source:
     def _held(self, markers: Sequence[str]) -> int:
         """Return where the first marker may begin whose end has not come."""
         longest = max(map(len, markers), default=0)
+        firsts = {marker[0] for marker in markers}
         for start in range(max(0, len(self.rest) - longest + 1), len(self.rest)):
-            tail = self.rest[start:]
-            if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
-                return start
+            if self.rest[start] in firsts:
+                tail = self.rest[start:]
+                if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
+                    return start
         return len(self.rest)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,12 @@ class ArgumentsCheck:
     """Says whether a value fits a schema of `root`, in which its references are looked up."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._steps = _Steps()
-        self._validator = _counting(self._steps)(dict(root), registry=Registry())
+        self._validator = _Validator(dict(root), registry=Registry())
 
     def problem(self, value: Any, *, schema: Any = None) -> str:
         """Return what of the value does not fit, in words, "" for nothing; `schema` is the root itself when
         left out. Raises TooCostly."""
-        self._steps.count = 0
+        _steps.count = 0
         validator = self._validator if schema is None else self._validator.evolve(schema=schema)
         try:
             error = next(validator.iter_errors(value), None)
@@ -67,11 +67,10 @@ def _words(error: ValidationError) -> str:
     return f"argument {place}: {message}" if place else message
 
 
-class _Steps:
-    """What one check has done."""
+class _Steps(threading.local):
+    """What the check that this thread makes has done."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def take(self, count: int) -> None:
         self.count += count
@@ -79,24 +78,13 @@ class _Steps:
             raise TooCostly(f"its arguments cannot be checked against the schema within {STEP_LIMIT} steps")
 
 
-def _counting(steps: _Steps) -> Any:
-    """Return the validator's class with keywords that count."""
-    own: dict[str, Keyword] = {
-        "pattern": _pattern,
-        "patternProperties": _pattern_properties,
-        "uniqueItems": _unique_items,
-        "type": _type,
-        "enum": _enum,
-    }
-    keywords = {**Draft202012Validator.VALIDATORS, **own}
-    counted = {name: functools.partial(_counted, steps, keyword) for name, keyword in keywords.items()}
-    return extend(Draft202012Validator, counted)  # type: ignore[no-untyped-call]
+_steps = _Steps()
 
 
 def _counted(
-    steps: _Steps, keyword: Keyword, validator: Any, wanted: Any, value: Any, schema: Any
+    keyword: Keyword, validator: Any, wanted: Any, value: Any, schema: Any
 ) -> Iterator[ValidationError]:
-    steps.take(1 + (len(wanted) if isinstance(wanted, list) else 0))
+    _steps.take(1 + (len(wanted) if isinstance(wanted, list) else 0))
     try:
         yield from keyword(validator, wanted, value, schema) or ()
     except (TooCostly, RecursionError):
@@ -150,6 +138,22 @@ def _finds(pattern: str, text: str) -> bool:
         return _compiled(pattern).search(text, timeout=_SEARCH_LIMIT_S) is not None
     except TimeoutError:
         raise TooCostly(f"searching for the pattern {pattern!r} takes too long") from None
+
+
+_OWN: dict[str, Keyword] = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "uniqueItems": _unique_items,
+    "type": _type,
+    "enum": _enum,
+}
+_Validator: Any = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator,
+    {
+        name: functools.partial(_counted, keyword)
+        for name, keyword in {**Draft202012Validator.VALIDATORS, **_OWN}.items()
+    },
+)
 
 
 def property_schemas(check: ArgumentsCheck, schema: Any, name: str) -> Any:
