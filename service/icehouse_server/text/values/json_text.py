@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LETTERS = re.compile(r"[A-Za-z]*")
 _HEX = re.compile(r"[0-9A-Fa-f]*")
 _LITERALS = {"true", "false", "null"}
-_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
 
 Tell = Callable[[str], None]
@@ -165,8 +165,8 @@ class JsonText:
         word = yield from self.source.word(_LETTERS, limit=_WORD_LENGTH_LIMIT)
         if word in _LITERALS:
             tell(word)
-        elif self.is_python and word in _PYTHON_LITERALS:
-            tell(_PYTHON_LITERALS[word])
+        elif self.is_python and word in PYTHON_LITERALS:
+            tell(PYTHON_LITERALS[word])
         elif word:
             raise Malformed("it has a value that JSON has not")
         else:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from icehouse_server.text.values.json_text import quoted, strict, tolerant
+from icehouse_server.text.values.json_text import PYTHON_LITERALS, quoted, strict, tolerant
 from icehouse_server.text.values.python_text import python_literal
 from icehouse_server.text.values.source import Malformed
 from icehouse_server.text.values.validation import ArgumentsCheck, property_schemas
@@ -77,6 +77,8 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
         return
     if _is_json(bare):
         yield ReadValue(bare)
+    if is_python and bare in PYTHON_LITERALS:
+        yield ReadValue(PYTHON_LITERALS[bare])
     if argument.is_text is None:
         yield ReadValue(quoted(text))
     lenient: list[Callable[[], tuple[str, bool]]] = [lambda: tolerant(bare, is_python=is_python)]

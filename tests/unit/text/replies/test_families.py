@@ -58,7 +58,7 @@ HOSTILE = (
     "[TOOL_CALLS]",
     "<|tool_call_end|>",
     "``` then ```json\n{}\n```",
-    'print("a", b=\'c\')',
+    "print(\"a\", b='c')",
     "<|call|>",
     "\\n \\ \\u0041",
     "<parameter=x>\n1\n</parameter>",
@@ -127,7 +127,11 @@ def test_a_call_is_a_call(writer: Writer, call: Call) -> None:
 
 @EVERY
 def test_parallel_calls_come_one_by_one(writer: Writer) -> None:
-    calls = [("get_weather", {"city": "Oslo"}), ("get_time", {}), ("get_weather", {"city": "Bergen", "days": 1})]
+    calls = [
+        ("get_weather", {"city": "Oslo"}),
+        ("get_time", {}),
+        ("get_weather", {"city": "Bergen", "days": 1}),
+    ]
     found = read_in_all_ways(writer, writer.reply(calls=calls))
     assert [event for event in found if event[0] != "say" or event[1].strip()] == called(*calls)
 
@@ -171,7 +175,7 @@ def test_what_does_not_fit_is_malformed(writer: Writer, call: Call, problem: str
     if found == [["say", text]] and call[0] == "get_money":
         return  # nothing but the names on offer tells such calls from text
     [[kind, raw, why]] = found
-    assert kind == "malformed" and problem in why and raw.strip() == text.strip()
+    assert kind == "malformed" and problem in why and raw.strip() in text and call[0] in raw
 
 
 @EVERY

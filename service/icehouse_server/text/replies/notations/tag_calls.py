@@ -65,6 +65,8 @@ class TagCalls:
             if opening is None:
                 if count and not self.ends:
                     return
+                if not count and self.begins_with_call:
+                    source.take(len(marker))
                 yield from source.space()
                 if (yield from source.accepts(*self.ends)):
                     if not count:
