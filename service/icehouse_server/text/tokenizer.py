@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.chat_template import ChatTemplate, offer
@@ -69,6 +70,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
+
+    @property
+    def reply_format(self) -> ReplyFormatInfo | None:
+        """How replies to chats are read; None without a chat template."""
+        return self._format.info if self.has_chat_template else None
 
     @property
     def vocabulary_size(self) -> int:
@@ -231,4 +237,4 @@ def _vocabulary_of(wrapper: Any) -> Vocabulary:
     added = wrapper.added_tokens_decoder.values()
     special = {*wrapper.all_special_tokens, *(token.content for token in added if token.special)}
     named = wrapper.init_kwargs.get("tool_parser_type")
-    return Vocabulary(wrapper.get_vocab(), special, str(named or ""))
+    return Vocabulary(wrapper.get_vocab(), {token.content for token in added}, special, str(named or ""))

@@ -166,7 +166,8 @@ def accounts(text: str, told: list[str], place: int = 0) -> bool:
 @given(text=OUTPUTS)
 def test_nothing_is_lost(text: str) -> None:
     """What is no marker comes out as text or reasoning, each call as a call, or whole as text."""
-    pieces = split([text], splitter())
+    made = splitter()
+    pieces = [*made.push(text), *made.finish()]
     told = [p.text for p in pieces if isinstance(p, (TextPiece, ReasoningPiece, MalformedPiece))]
     assert accounts(text, told)
 

@@ -36,7 +36,6 @@ from icehouse_server.rpc.messages.responses import (
 )
 from icehouse_server.text.replies.reader import ReplySplitter
 
-
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 """Ends of outputs that would have gone on."""
 

@@ -14,13 +14,13 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from icehouse_server.domain.chat import CallPiece, ChatMessage, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.core.marked_reply import MarkedReply
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.replies.core.reply_format import Layout, ReplyFormat
 from icehouse_server.text.replies.families.registry import FAMILIES
 from icehouse_server.text.replies.reader import ReplySplitter
 
@@ -78,6 +78,8 @@ class Vocabulary:
     """What a tokenizer knows."""
 
     tokens: Collection[str]
+    added: Collection[str]
+    """Those that are whole tokens by decree, special or not."""
     special: Collection[str]
     """Those that decoding hides when told to hide special tokens."""
     parser_name: str = ""
@@ -90,31 +92,41 @@ def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> Repl
     thoughts, seen_in = _thoughts(probe, vocabulary)
     family, found_by = _family(probe, vocabulary, thoughts)
     evidence = []
+    layout: Layout = MarkedReply(*thoughts)
+    if family is not None:
+        evidence.append(f"calls as {family.name}: {found_by}")
+        layout = family.layout_of(*thoughts)
+        if family.layout is not None:
+            thoughts, seen_in = family.thoughts, found_by
     if thoughts[0]:
-        evidence.append(f"reasoning between {thoughts[0]} and {thoughts[1]}: {seen_in}")
-    if family is None:
-        return _format(MarkedReply(*thoughts), vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
-    evidence.append(f"calls: {found_by}")
-    thoughts = family.thoughts if family.layout is not None else thoughts
-    layout = family.layout_of(*thoughts)
-    found = _format(layout, vocabulary, thoughts=thoughts, evidence="; ".join(evidence))
-    return dataclasses.replace(
-        found,
-        family=family.name,
-        call_start=family.call_start,
-        call_end=family.call_end,
-        hides_call_markers=_contains(family.call_markers, vocabulary.special),
-        is_always_read=family.layout is not None or bool(family.dropped),
+        evidence.append(f"reasoning from {thoughts[0]} to {thoughts[1]}: {seen_in}")
+    return ReplyFormat(
+        layout,
+        family="" if family is None else family.name,
+        evidence=tuple(evidence),
+        unread_markers=_unread(vocabulary, has_calls=family is not None, thinks=bool(thoughts[0])),
+        think_start=thoughts[0],
+        think_end=thoughts[1],
+        call_start="" if family is None else family.call_start,
+        call_end="" if family is None else family.call_end,
+        hides_markers=_contains(layout.markers, vocabulary.special),
+        hides_call_markers=family is not None and _contains(family.call_markers, vocabulary.special),
+        is_always_read=family is not None and (family.layout is not None or bool(family.dropped)),
     )
 
 
-def _format(layout: Any, vocabulary: Vocabulary, *, thoughts: tuple[str, str], evidence: str) -> ReplyFormat:
-    return ReplyFormat(
-        layout,
-        evidence=evidence,
-        think_start=thoughts[0],
-        think_end=thoughts[1],
-        hides_markers=_contains(layout.markers, vocabulary.special),
+_LIKE_CALLS = re.compile(r"tool_?call|function_?call|call_start|python_tag|action", re.IGNORECASE)
+_LIKE_THOUGHTS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
+
+
+def _unread(vocabulary: Vocabulary, *, has_calls: bool, thinks: bool) -> tuple[str, ...]:
+    """Return tokens that look like markers of what nothing reads."""
+    return tuple(
+        sorted(
+            token
+            for token in vocabulary.added
+            if (not has_calls and _LIKE_CALLS.search(token)) or (not thinks and _LIKE_THOUGHTS.search(token))
+        )
     )
 
 

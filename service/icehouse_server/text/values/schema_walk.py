@@ -59,8 +59,8 @@ class ArgumentsWalk:
         return first
 
     def declares(self, name: str) -> bool:
-        """Whether the schema says something of an argument of this name."""
-        return bool(self._schema(name) != {})
+        """Whether an argument may have this name: the schema says something of it, or nothing of any."""
+        return bool(name) and (not self._parameters.get("properties") or self._schema(name) != {})
 
     def _schema(self, name: str) -> Any:
         if name not in self._schemas:

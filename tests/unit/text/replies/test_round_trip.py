@@ -1,5 +1,5 @@
-"""Any valid arguments of any schema, written as a family writes them, are read back, or told as malformed where
-the text of one looks like structure; never as something else."""
+"""Any valid arguments of any schema, written as a family writes them, are read back, or told as malformed
+where the text of one looks like structure; never as something else."""
 
 from __future__ import annotations
 

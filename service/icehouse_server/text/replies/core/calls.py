@@ -29,7 +29,7 @@ class Calls(Protocol):
         ...
 
     def declares(self, tool: str, argument: str) -> bool:
-        """Whether the tool's schema says something of an argument of this name."""
+        """Whether the tool may have an argument of this name."""
         ...
 
     def start(self) -> None:

@@ -4,6 +4,7 @@ renders."""
 from __future__ import annotations
 
 import dataclasses
+
 from icehouse_server.text.replies.core.channel_reply import ChannelReply
 from icehouse_server.text.replies.core.marked_reply import MarkedReply
 from icehouse_server.text.replies.core.reply_format import Layout, Notation

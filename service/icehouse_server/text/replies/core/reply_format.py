@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.text.replies.core.calls import Calls
 from icehouse_server.text.values.source import Reading, Source
 
@@ -84,8 +85,10 @@ class ReplyFormat:
     layout: Layout
     family: str = ""
     """The name of the notation of its calls; empty where they cannot be read."""
-    evidence: str = ""
-    """From what it was found, in words."""
+    evidence: tuple[str, ...] = ()
+    """What it was found by, in words."""
+    unread_markers: tuple[str, ...] = ()
+    """Tokens that look like markers and that nothing reads."""
     think_start: str = ""
     think_end: str = ""
     call_start: str = ""
@@ -96,6 +99,13 @@ class ReplyFormat:
     hides_call_markers: bool = False
     is_always_read: bool = False
     """A reply has parts that are neither thought nor said, tools or not."""
+
+    @property
+    def info(self) -> ReplyFormatInfo:
+        """What is told of it."""
+        return ReplyFormatInfo(
+            self.family, self.think_start, self.think_end, self.evidence, self.unread_markers
+        )
 
     @property
     def marks_reasoning(self) -> bool:

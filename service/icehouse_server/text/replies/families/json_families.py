@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.notations.json_calls import JsonCalls
+from icehouse_server.text.replies.notations.several import Several
 
 _LLAMA_NOTATION = JsonCalls(
     starts=("<|python_tag|>",),
@@ -62,7 +63,10 @@ JAMBA = Family(
 PHI = Family(
     name="phi4",
     models="Phi-4-mini",
-    notation=JsonCalls(("<|tool_call|>", "functools"), ("<|/tool_call|>",), is_list=True),
+    notation=Several(
+        JsonCalls(("<|tool_call|>",), ("<|/tool_call|>",), is_list=True),
+        JsonCalls(("functools[{", "functools [{"), is_list=True, given_back="[{"),
+    ),
     call_start="<|tool_call|>",
     call_end="<|/tool_call|>",
     shown=("<|tool_call|>", "<|/tool_call|>"),
@@ -71,7 +75,10 @@ PHI = Family(
 GRANITE = Family(
     name="granite",
     models="Granite 3",
-    notation=JsonCalls(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",), is_list=True),
+    notation=Several(
+        JsonCalls(("<|tool_call|>", "<function_call>"), is_list=True),
+        JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True),
+    ),
     call_start="<|tool_call|>",
     shown=("<|tool_call|>",),
     tokens=("<|tool_call|>", "<|start_of_role|>"),

@@ -1,4 +1,5 @@
-"""Calls as Gemma writes them: `call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between marks."""
+"""Calls as Gemma writes them: `call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between
+marks."""
 
 from __future__ import annotations
 

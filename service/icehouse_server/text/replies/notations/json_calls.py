@@ -39,6 +39,8 @@ class JsonCalls:
     """The family writes them as a list."""
     is_foreign: bool = False
     """The family writes calls otherwise, and is understood all the same."""
+    given_back: str = ""
+    """The end of each start that is the beginning of the calls already."""
     has_late_id: bool = False
     """Ids come behind the arguments, which wait for them."""
 
@@ -49,13 +51,14 @@ class JsonCalls:
         return match is not None and calls.offers(match[1])
 
     def continues(self, source: Source) -> Reading[bool]:
-        return (yield from source.ahead(_BEGUN)) is not None
+        return bool(self.given_back) or (yield from source.ahead(_BEGUN)) is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
         """Read what follows the start."""
         is_odd = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
+        source.give_back(self.given_back)
         while True:
             yield from source.space()
             if (yield from source.accepts(*ends)):

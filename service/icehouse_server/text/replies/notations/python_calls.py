@@ -70,6 +70,11 @@ class PythonCalls:
         if not count:
             calls.end(problem="there is no call in it")
 
+    def _sees_end(self, source: Source) -> Reading[bool]:
+        """Tell whether white space and the end of the section come next; reads the white space."""
+        yield from source.space()
+        return bool((yield from source.sees(*self.ends)))
+
     def _call(self, source: Source, calls: Calls, *, is_odd: bool) -> Reading[None]:
         """Read one call."""
         calls.start()
@@ -99,9 +104,13 @@ class PythonCalls:
                 has_ended = not (yield from source.peek())
                 raise Malformed("the output ended inside it" if has_ended else "a comma is missing")
         calls.argue("}")
+        if (yield from source.ahead(_BEHIND)) is None and not (yield from self._sees_end(source)):
+            raise Malformed("something follows the call")
         calls.end(is_repaired=is_odd or text.is_repaired)
 
 
+_BEHIND = regex.compile(rf"\s{{0,200}}(?:[,;]\s{{0,200}})?(?:{_NAME}\s{{0,20}}\(|\]|```|$)")
+"""What may follow a call beside the end of the section."""
 _BARE = regex.compile(rf"\s{{0,200}}\[\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\(")
 _BEGUN = regex.compile(
     rf"\s{{0,200}}(?:```[A-Za-z_]{{0,20}}\s{{0,20}})?\[?\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\("

@@ -1,9 +1,10 @@
 """Calls in tags: each argument between an opening and a closing tag, its value written without a type.
 
-A closing tag inside a value is a part of it. A value ends at the tag behind which the rest is structure again: the
-next argument, or the end of the call with nothing but white space, another call or the end of the output behind it.
-Tags of arguments that open inside a value close inside it. Where text follows the end of a call, more of the value may
-follow as well, so it is held back until the output ends; if two readings remain then, it is malformed.
+A closing tag inside a value is a part of it. A value ends at the tag behind which the rest is structure
+again: the next argument, or the end of the call with nothing but white space, another call or the end of
+the output behind it. Tags of arguments that open inside a value close inside it. Where text follows the end
+of a call, more of the value may follow as well, so it is held back until the output ends; if two readings
+remain then, it is malformed.
 """
 
 from __future__ import annotations
@@ -129,9 +130,17 @@ class TagCalls:
                 value.depth = max(0, value.depth - 1)
             else:
                 value.depth += 1
-                name = yield from source.ahead(_patterns(self).tag_name)
-                value.is_odd = value.is_odd or (name is not None and calls.declares(tool, name[1]))
+                name = yield from self._name_of(source, value, tag)
+                value.is_odd = value.is_odd or calls.declares(tool, name)
             value.add(tag)
+
+    def _name_of(self, source: Source, value: _Value, tag: str) -> Reading[str]:
+        """Return the name of the argument that a tag inside a value opens, "" for none."""
+        if self.argument_open.endswith(tag):
+            found = _patterns(self).named_before.search(value.tail + tag)
+        else:
+            found = yield from source.ahead(_patterns(self).tag_name)
+        return "" if found is None else str(found["name"]).strip()
 
     def _follows(self, source: Source) -> Reading[_Follows | None]:
         """Tell what kind of structure follows a closing tag; None for none."""
@@ -164,6 +173,11 @@ class _Value:
     def text(self) -> str:
         return "".join(self._parts)
 
+    @property
+    def tail(self) -> str:
+        """What was read of it last."""
+        return "".join(self._parts[-4:])[-400:]
+
     def add(self, text: str) -> None:
         self._parts.append(text)
         self._length += len(text)
@@ -194,6 +208,8 @@ class _Patterns:
     argument_open: Any
     tag_name: Any
     """The name in a tag that opens a value, behind its beginning."""
+    named_before: Any
+    """The name in a tag of its own before the one that opens a value."""
     strict: Any
     """Structure behind a closing tag, with nothing else behind it."""
     cut: Any
@@ -217,7 +233,8 @@ def _patterns(notation: TagCalls) -> _Patterns:
     return _Patterns(
         call_open=regex.compile(_GAP + notation.call_open),
         argument_open=regex.compile(_GAP + notation.argument_open),
-        tag_name=regex.compile(r"""["']?([^"'<>\s]{1,200})"""),
+        tag_name=regex.compile(r"""["']?(?P<name>[^"'<>\s]{1,200})"""),
+        named_before=regex.compile(rf"{notation.argument_open}$"),
         strict=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind}|$){unended}))"),
         cut=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind})))"),
         loose=regex.compile(rf"{_GAP}{close}{_GAP}{ends}"),
