@@ -6,10 +6,11 @@ whose arguments are JSON on the wire are told as they are written, others at the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from icehouse_server.domain.chat import Piece, ReasoningPiece, TextPiece
+from icehouse_server.domain.chat import CallPiece, Piece, ReasoningPiece, TextPiece
 from icehouse_server.text.replies.core.calls import CheckedCalls, UncheckedCalls
 from icehouse_server.text.replies.core.reply_format import ReplyFormat
 from icehouse_server.text.values.source import Reading, Source
@@ -74,9 +75,27 @@ class ReplySplitter:
             self._reading.go_on()
 
     def _told(self) -> list[Piece]:
-        told = list(self._pieces)
+        told: list[Piece] = []
+        for piece in self._pieces:
+            if told and (joined := _joined(told[-1], piece)) is not None:
+                told[-1] = joined
+            else:
+                told.append(piece)
         self._pieces.clear()
         return told
+
+
+def _joined(first: Piece, second: Piece) -> Piece | None:
+    """Return two pieces as one, where they go on with the same; None elsewhere."""
+    match first, second:
+        case (TextPiece(), TextPiece()):
+            return TextPiece(first.text + second.text)
+        case (ReasoningPiece(), ReasoningPiece()):
+            return ReasoningPiece(first.text + second.text)
+        case (CallPiece(), CallPiece()) if first.arguments_json and second.arguments_json:
+            arguments = first.arguments_json + second.arguments_json
+            return dataclasses.replace(first, arguments_json=arguments)
+    return None
 
 
 class ReasoningSpans:

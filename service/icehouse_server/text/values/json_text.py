@@ -23,6 +23,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LETTERS = re.compile(r"[A-Za-z]*")
+_SPACES = re.compile(r"[ \t\r\n]*")
 _HEX = re.compile(r"[0-9A-Fa-f]*")
 _LITERALS = {"true", "false", "null"}
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
@@ -137,7 +138,8 @@ class JsonText:
         gap = yield from self.source.space()
         if not (yield from self.source.accepts(":")):
             raise Malformed("it is no JSON: a key has no value")
-        tell(gap + ":" + (yield from self.source.space()))
+        tell(f"{gap}:")
+        yield from self.source.run(_SPACES, tell)
 
     def _begin(self, stack: list[str], tell: Tell) -> Reading[bool]:
         """Read a value that has no members, or the bracket that opens one; return whether it is a bracket."""

@@ -191,7 +191,7 @@ class _CallObject:
         if is_first:
             return False
         has_ended = not (yield from source.peek())
-        if has_ended and not self._has_arguments:
+        if has_ended and (source.is_cut or not self._has_arguments):
             raise Malformed("the output ended inside it")
         if has_ended or (yield from source.sees(*self._text.ends)):
             self._is_odd = True
