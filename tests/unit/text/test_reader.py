@@ -167,7 +167,7 @@ def accounts(text: str, told: list[str], place: int = 0) -> bool:
 def test_nothing_is_lost(text: str) -> None:
     """What is no marker comes out as text or reasoning, each call as a call, or whole as text."""
     made = splitter()
-    pieces = [*made.push(text), *made.finish()]
+    pieces = [piece for part in text for piece in made.push(part)] + made.finish()
     told = [p.text for p in pieces if isinstance(p, (TextPiece, ReasoningPiece, MalformedPiece))]
     assert accounts(text, told)
 

@@ -10,13 +10,14 @@ rendered.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from icehouse_server.domain.chat import CallPiece, ChatMessage, Tool, ToolCall
+from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.core.marked_reply import MarkedReply
@@ -233,9 +234,11 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
         answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
         reply = probe.reply(answer, tools=_TOOLS)
         reply = reply.removesuffix(turn_end)
-        for family in FAMILIES:
-            if _reads(family, reply, thoughts, count):
-                return family, "the chat template writes calls so"
+        read = [(family, _reads(family, reply, thoughts, count)) for family in FAMILIES]
+        # A notation that leaves nothing over is meant, and not one that ends earlier.
+        for wanted in (_Read.ALL, _Read.SOME):
+            if (found := next((family for family, what in read if what is wanted), None)) is not None:
+                return found, "the chat template writes calls so"
     offer = probe.offer
     for family in FAMILIES:
         if family.shown and all(part in offer for part in family.shown):
@@ -249,25 +252,36 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
     return None, ""
 
 
-def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> bool:
-    """Whether the family's reader finds the calls that the template was given, and no others."""
+class _Read(enum.Enum):
+    """What of a past turn a family's reader reads."""
+
+    NOTHING = enum.auto()
+    SOME = enum.auto()
+    """The calls, and there is more."""
+    ALL = enum.auto()
+
+
+def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
+    """Return whether the family's reader finds the calls that the template was given, and no others."""
     if not reply:
-        return False
+        return _Read.NOTHING
     format = ReplyFormat(family.layout_of(*thoughts))
     tools = [
         {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
         for tool in _TOOLS
     ]
     splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
-    pieces = [piece for piece in (*splitter.push(reply), *splitter.finish()) if isinstance(piece, CallPiece)]
+    told = [*splitter.push(reply), *splitter.finish()]
+    pieces = [piece for piece in told if isinstance(piece, CallPiece)]
     if splitter.good_count != count or any(piece.is_withdrawn or piece.is_repaired for piece in pieces):
-        return False
+        return _Read.NOTHING
     for index in range(count):
         own = [piece for piece in pieces if piece.index == index]
         text = "".join(piece.arguments_json for piece in own)
         if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
-            return False
-    return True
+            return _Read.NOTHING
+    is_all = all(piece.text.isspace() for piece in told if isinstance(piece, TextPiece | MalformedPiece))
+    return _Read.ALL if is_all else _Read.SOME
 
 
 def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:

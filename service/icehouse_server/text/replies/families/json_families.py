@@ -97,4 +97,4 @@ HAMMER = Family(
     shown=("please directly output an empty list", '{"name": "func_name1", "arguments": {'),
 )
 
-JSON_FAMILIES = (HERMES, LLAMA, COMMAND_A, COMMAND_R, JAMBA, PHI, GRANITE, FIREFUNCTION, HAMMER)
+JSON_FAMILIES = (HERMES, LLAMA, COMMAND_A, COMMAND_R, JAMBA, GRANITE, PHI, FIREFUNCTION, HAMMER)

@@ -125,6 +125,7 @@ class JsonCalls:
         char = yield from source.peek()
         if self.ends and char and char not in "{[,;]`" and not (yield from source.sees(*self.ends)):
             raise Malformed("something follows the call")
+        is_odd = is_odd or (bool(self.ends) and not self.is_bare and not char)
         calls.end(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
 
 
