@@ -59,7 +59,7 @@ class ChatRenderer:
             text = self._text(conversation, messages, adds_prompt=True)
             header = text[len(base) :] if text.startswith(base) else ""
             is_reasoning = self._is_open(header)
-        opening = ""
+        opening = self.format.layout.opening(text)
         if conversation.tool_choice.is_forced:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
             text, opening = self._forced(conversation, messages, base=base, begun=text + thought)

@@ -41,6 +41,14 @@ class ChannelReply:
     def markers(self) -> Sequence[str]:
         return (*self.message_ends, *self.header_starts)
 
+    def opening(self, prompt: str) -> str:
+        """Return the header of the message that the prompt ends in, "" where it ends before one."""
+        place = max((prompt.rfind(start) for start in self.header_starts[:1]), default=-1)
+        match = self.header.match(prompt, place) if place >= 0 else None
+        if match is None or any(end in prompt[match.end() :] for end in self.message_ends):
+            return ""
+        return str(match[0])
+
     def read(self, source: Source, sink: Sink) -> Reading[None]:
         """Read a reply to its end."""
         while True:

@@ -24,6 +24,9 @@ class MarkedReply:
     def markers(self) -> Sequence[str]:
         return [marker for marker in (self.think_start, self.think_end, *self.dropped) if marker]
 
+    def opening(self, prompt: str) -> str:
+        return ""
+
     def read(self, source: Source, sink: Sink) -> Reading[None]:
         """Read a reply to its end."""
         starts = () if sink.calls is None or self.notation is None else self.notation.starts

@@ -73,6 +73,10 @@ class Layout(Protocol):
         """Texts that tell parts apart, those of calls left out."""
         ...
 
+    def opening(self, prompt: str) -> str:
+        """Return what of the reply's structure a prompt ends with, for the reader to begin with."""
+        ...
+
     def read(self, source: Source, sink: Sink) -> Reading[None]:
         """Read a reply to its end."""
         ...
