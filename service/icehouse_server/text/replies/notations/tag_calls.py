@@ -145,8 +145,9 @@ class TagCalls:
     def _follows(self, source: Source) -> Reading[_Follows | None]:
         """Tell what kind of structure follows a closing tag; None for none."""
         patterns = _patterns(self)
-        strict = patterns.cut if source.is_cut else patterns.strict
-        if (yield from source.ahead(strict)) is not None:
+        match = yield from source.ahead(patterns.strict)
+        # Whether the output was cut off is known only now, where its end was waited for.
+        if match is not None and (not source.is_cut or patterns.cut.match(source.rest) is not None):
             return _Follows(is_loose=False)
         if (yield from source.ahead(patterns.loose)) is not None:
             return _Follows(is_loose=True)
@@ -156,6 +157,10 @@ class TagCalls:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Follows:
     is_loose: bool
+
+
+_TAIL_LENGTH = 500
+"""Characters that the tag with an argument's name takes at most."""
 
 
 class _Value:
@@ -176,7 +181,7 @@ class _Value:
     @property
     def tail(self) -> str:
         """What was read of it last."""
-        return "".join(self._parts[-4:])[-400:]
+        return "".join(self._parts[-_TAIL_LENGTH:])[-_TAIL_LENGTH:]
 
     def add(self, text: str) -> None:
         self._parts.append(text)
@@ -188,7 +193,7 @@ class _Value:
 
     def decided(self, source: Source, closing: str) -> str:
         """Return the value once the output has ended, and give back what is behind it."""
-        if not self._ends:
+        if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
         if len(self._ends) > 1:
             raise Malformed("an argument could end in several places")
