@@ -99,11 +99,13 @@ class OutputSum {
     };
   }
 
-  #addCall({ index, id, name, argumentsJson, withdrawn }: ToolCallDelta): void {
+  #addCall({ index, id, name, argumentsJson, withdrawn, repaired }: ToolCallDelta): void {
     const call = this.#toolCalls.get(index);
     if (withdrawn) this.#toolCalls.delete(index);
-    else if (call) call.argumentsJson += argumentsJson;
-    else this.#toolCalls.set(index, create(ToolCallSchema, { id, name, argumentsJson }));
+    else if (call) {
+      call.argumentsJson += argumentsJson;
+      call.repaired ||= repaired;
+    } else this.#toolCalls.set(index, create(ToolCallSchema, { id, name, argumentsJson, repaired }));
   }
 }
 

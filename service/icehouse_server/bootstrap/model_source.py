@@ -10,7 +10,7 @@ from pathlib import Path
 from icehouse_server.config import ModelConfig
 from icehouse_server.demo.build import OnProgress, ensure_demo_model
 from icehouse_server.demo.models import DEMO_MODELS
-from icehouse_server.domain.model import Sight
+from icehouse_server.domain.model import ReplyFormatInfo, Sight
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.errors import ModelError, Reason
 
@@ -73,6 +73,12 @@ def check_files(folder: Path) -> None:
 def find_sight(path: Path) -> Sight:
     """Return what would be served of a model folder's images; raises ModelError for no model's folder."""
     return model_loader.sight_of(path)
+
+
+def find_reply_format(path: Path) -> ReplyFormatInfo | None:
+    """Return how the replies of a folder's model would be read; None without a chat template. Raises
+    ModelError."""
+    return model_loader.load_tokenizer(model_loader.ModelSource(path, model_id=path.name)).reply_format
 
 
 def _download(hub_id: str) -> Path:

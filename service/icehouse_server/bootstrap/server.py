@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
-from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner.forward import Attention
@@ -274,7 +275,18 @@ class EngineListener:
         self._router.publish(events)
 
     def model_loaded(self, info: ModelInfo) -> None:
+        if info.reply_format is not None:
+            _log_replies(info.reply_format)
         self._router.model_loaded(ServedModel(info, self._tokenizer, self._images))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         self._router.state_changed(state, error)
+
+
+def _log_replies(format: ReplyFormatInfo) -> None:
+    """Say how chat replies will be read, and what of them nobody reads."""
+    log = logging.getLogger("icehouse.boot")
+    facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
+    log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
+    if format.unread_markers:
+        log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})

@@ -235,6 +235,8 @@ class CallPiece:
     arguments_json: str = ""
     is_withdrawn: bool = False
     """The call turned out to be malformed: what came for this index is void."""
+    is_repaired: bool = False
+    """The call was not written as its notation wants it, and what it means was plain all the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

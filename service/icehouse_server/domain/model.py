@@ -45,6 +45,21 @@ class Sight(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ReplyFormatInfo:
+    """How a model's chat replies are read, as `ModelService` shows it. Strings are empty for what is not
+    known."""
+
+    calls: str
+    """The notation of its tool calls."""
+    reasoning_start: str
+    reasoning_end: str
+    evidence: tuple[str, ...]
+    """What both were found by, in words."""
+    unread_markers: tuple[str, ...] = ()
+    """Tokens that look like marks of reasoning or calls and that nothing reads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo:
     """One loaded model, as `ModelService` shows it. Sizes in bytes."""
 
@@ -80,6 +95,8 @@ class ModelInfo:
     """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
     adapters: tuple[AdapterInfo, ...] = ()
     """What requests may name in `adapter`, in the config's order."""
+    reply_format: ReplyFormatInfo | None = None
+    """None without a chat template."""
     system_digest_hex: str = ""
     """Of what outputs depend on beside the request and its adapter."""
 

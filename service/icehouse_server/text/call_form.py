@@ -2,26 +2,27 @@
 
 A call is the template's own text around the arguments, so that a constrained model writes what it was
 trained to write. Only notations with arguments as JSON can be constrained; whether a model's is one is found
-by having mlx-lm's parser read an example.
+by having its reader read an example.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
-from icehouse_server.domain.chat import Conversation, Tool
+from icehouse_server.domain.chat import CallPiece, Conversation, Piece, Tool
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.turn_form import offer
-from icehouse_server.text.reply_format import ReplyFormat
+from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.replies.reader import ReplySplitter
 
 EXAMPLE_NAME = "qzcalledqz"
 """Stands for a tool's name in a call that the template writes."""
 
 _EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
 _ANY_ARGUMENTS = '{"type": "object"}'
+_CLOSINGS = ("", "}", "}]", "]")
+"""What may follow the arguments in notations whose calls have no end of their own."""
 
 
 def call_form_of(conversation: Conversation, format: ReplyFormat, *, shown: str, opening: str) -> TaggedJson:
@@ -30,9 +31,10 @@ def call_form_of(conversation: Conversation, format: ReplyFormat, *, shown: str,
     `shown` is a text of the template that ends with a call of `EXAMPLE_NAME` without arguments, `opening`
     what of a call the prompt has. Raises InvalidRequest where the model's notation is another.
     """
-    begin, end = _around_arguments(shown, format)
-    example = f"{begin}{_EXAMPLE_ARGUMENTS}{end}"
-    if not _reads(example.removeprefix(format.call_start).removesuffix(format.call_end), format):
+    begin, shown_end = _around_arguments(shown, format)
+    ends = (shown_end,) if format.call_end else _CLOSINGS
+    end = next((end for end in ends if _reads(f"{begin}{_EXAMPLE_ARGUMENTS}{end}", format)), None)
+    if end is None:
         raise _unsupported(conversation)
     tags = tuple(
         JsonTag(
@@ -64,27 +66,18 @@ def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
     return shown[start:arguments_start], end if format.call_end else ""
 
 
-def _reads(section: str, format: ReplyFormat) -> bool:
-    """Whether the model's parser finds the example's call in a section, and nothing else."""
-    if format.parse is None or EXAMPLE_NAME not in section:
+def _reads(example: str, format: ReplyFormat) -> bool:
+    """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
+    if EXAMPLE_NAME not in example:
         return False
-    try:
-        parsed = format.parse(section, [offer(Tool(EXAMPLE_NAME, "", {}))])
-    except Exception:  # a parser raises what it likes about a text that is not its own
+    splitter = ReplySplitter(format=format, tools=[offer(Tool(EXAMPLE_NAME, "", {}))], make_call_id=str)
+    pieces: list[Piece] = [*splitter.push(example), *splitter.finish()]
+    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    if splitter.good_count != 1 or len(calls) < len(pieces):
         return False
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    return len(calls) == 1 and _is_example(calls[0])
-
-
-def _is_example(call: Any) -> bool:
-    if not isinstance(call, Mapping) or call.get("name") != EXAMPLE_NAME:
-        return False
-    arguments = call.get("arguments")
-    wanted = json.loads(_EXAMPLE_ARGUMENTS)
-    try:
-        return bool((json.loads(arguments) if isinstance(arguments, str) else arguments) == wanted)
-    except ValueError:
-        return False
+    arguments = "".join(call.arguments_json for call in calls)
+    is_plain = not any(call.is_repaired or call.is_withdrawn for call in calls)
+    return is_plain and bool(json.loads(arguments) == json.loads(_EXAMPLE_ARGUMENTS))
 
 
 def _unsupported(conversation: Conversation) -> InvalidRequest:

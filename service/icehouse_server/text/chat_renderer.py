@@ -21,7 +21,7 @@ from icehouse_server.text.call_form import call_form_of
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.reply_format import ReplyFormat
+from icehouse_server.text.replies.core.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""
@@ -67,7 +67,7 @@ class ChatRenderer:
             text = self._text(conversation, messages, adds_prompt=True)
             header = text[len(base) :] if text.startswith(base) else ""
             is_reasoning = self._is_open(header)
-        opening = ""
+        opening = self.format.layout.opening(text)
         if conversation.tool_choice.is_forced:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
             text, opening = self._forced(conversation, base=base, begun=text + thought)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.text.reply_format import REASONING, ReplyFormat, TextMachine
+from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.replies.reader import ReasoningSpans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,24 +36,33 @@ class ReplyReasoning:
 
     def meter(self) -> ReasoningMeter:
         """Return a meter at the beginning of an output."""
-        machine = self.format.make_machine(self.reads_calls, REASONING if self.is_open else "")
-        return ReasoningMeter(machine, opening=self.opening)
+        return ReasoningMeter(
+            ReasoningSpans(
+                format=self.format,
+                reads_calls=self.reads_calls,
+                opening=self.opening,
+                is_reasoning=self.is_open,
+            ),
+            opening_length=len(self.opening),
+        )
 
 
 class ReasoningMeter:
     """Counts one output's tokens between its markers. A token counts where its first character lies, or its
     last, where the text of tokens before comes with it."""
 
-    def __init__(self, machine: TextMachine, *, opening: str) -> None:
-        self._machine = machine
+    def __init__(self, spans: ReasoningSpans, *, opening_length: int) -> None:
+        self._spans = spans
         self._counted = 0
-        self._length = len(opening)
+        self._length = opening_length
         """Characters so far."""
         self._waiting: list[int] = []
         """Where those tokens begin whose text may be the beginning of a marker, or has not come yet."""
-        self.is_open = self._machine.split(opening)[-1][0] == REASONING
+
+    @property
+    def is_open(self) -> bool:
         """Whether the next token is drawn within reasoning."""
-        self._held_length = self._machine.held_length
+        return self._spans.is_reasoning
 
     @property
     def token_count(self) -> int:
@@ -61,20 +71,11 @@ class ReasoningMeter:
 
     def push(self, text: str) -> None:
         """Take one more token with the text that became certain with it, which may be empty."""
-        start = self._length - self._held_length
         has_company = self._length in self._waiting[-1:]  # a token whose text comes with this one's
         self._waiting.append(self._length + max(0, len(text) - 1) if has_company else self._length)
         self._length += len(text)
-        segments = self._machine.split(text)
-        self._held_length = self._machine.held_length
-        end = self._length - self._held_length
-        (first_state, first), (last_state, last) = segments[0], segments[-1]
-        self.is_open = last_state == REASONING
-        reasoned = []
-        if first_state == REASONING:
-            reasoned.append(range(start, end if len(segments) == 1 else start + len(first)))
-        if self.is_open:
-            reasoned.append(range(end - len(last), end))
+        reasoned = self._spans.push(text)
+        end = self._spans.certain_length
         judged = [place for place in self._waiting if place < end]
         self._waiting = [place for place in self._waiting if place >= end]
         self._counted += sum(any(place in span for span in reasoned) for place in judged)

@@ -15,16 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
+from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
 from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
-from icehouse_server.text.mlx_lm_parsers import read_reply_format
 from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
-from icehouse_server.text.reply_parser import ReplySplitter
+from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.replies.recognition import Vocabulary, find_reply_format
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
@@ -46,11 +47,14 @@ class Tokenizer:
         self._wrapper_lock = threading.RLock()
         is_jinja = self._fast is not None and getattr(wrapper, "_chat_template", None) is None
         self._template_lock = contextlib.nullcontext() if is_jinja else self._wrapper_lock
-        self._format = read_reply_format(wrapper)
+        template = ChatTemplate(wrapper)
+        self._format = find_reply_format(
+            template if self.has_chat_template else None, _vocabulary_of(wrapper)
+        )
         named = (getattr(wrapper, name, None) for name in _HIDDEN_NAMES)
         self._hidden_ids = frozenset(i for i in (*named, *self.eos_token_ids) if i is not None)
         self._renderer = ChatRenderer(
-            template=ChatTemplate(wrapper),
+            template=template,
             turns=TurnTokens(
                 encode=lambda text: self._encode(text, add_special_tokens=False),
                 decode=lambda ids: self._decode(ids, hides_special_tokens=False),
@@ -82,6 +86,11 @@ class Tokenizer:
             traits = self._renderer.template.traits
             found = traits(has_tools=True)
             return found if found.shows_tools else traits(has_tools=False)
+
+    @property
+    def reply_format(self) -> ReplyFormatInfo | None:
+        """How replies to chats are read; None without a chat template."""
+        return self._format.info if self.has_chat_template else None
 
     @property
     def vocabulary_size(self) -> int:
@@ -148,7 +157,7 @@ class Tokenizer:
     ) -> ReplySplitter | None:
         """Return what tells the parts of this conversation's reply apart; None where there is but text."""
         has_tools = conversation.reads_tool_calls and self._format.marks_calls
-        if not (has_tools or self._format.marks_reasoning or self._format.initial_state):
+        if not (has_tools or self._format.marks_reasoning or self._format.is_always_read):
             return None
         return ReplySplitter(
             format=self._format,
@@ -161,7 +170,7 @@ class Tokenizer:
     def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
         """Return how this conversation's reply thinks; None where the model marks no reasoning."""
         format = self._format
-        if not (format.marks_reasoning or format.initial_state):
+        if not (format.marks_reasoning or format.is_always_read):
             return None
         return ReplyReasoning(
             format=format,
@@ -174,7 +183,7 @@ class Tokenizer:
 
     def hides_markers(self, conversation: Conversation) -> bool:
         """Whether plain decoding hides what tells the parts of this conversation's reply apart."""
-        return self._format.hidden_markers[conversation.reads_tool_calls]
+        return self._format.hides(reads_calls=conversation.reads_tool_calls)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens, bytes that are no UTF-8 as U+FFFD."""
@@ -246,3 +255,11 @@ class Tokenizer:
             return common_text_length(texts, None)
         encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
         return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])
+
+
+def _vocabulary_of(wrapper: Any) -> Vocabulary:
+    """Return what the tokenizer knows of markers."""
+    added = wrapper.added_tokens_decoder.values()
+    special = {*wrapper.all_special_tokens, *(token.content for token in added if token.special)}
+    named = wrapper.init_kwargs.get("tool_parser_type")
+    return Vocabulary(wrapper.get_vocab(), {token.content for token in added}, special, str(named or ""))

@@ -19,10 +19,12 @@ class ToolCall:
     id: str
     name: str
     arguments_json: str
+    repaired: bool = False
+    """The model wrote it otherwise than its notation wants, in a way that can mean one thing only."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments, not checked against the tool's schema."""
+        """The arguments. They fit the tool's schema where a server of this version gave them."""
         parsed = json.loads(self.arguments_json)
         assert isinstance(parsed, dict), "the server lets only objects through"
         return parsed
@@ -218,4 +220,5 @@ class CallSum:
             return
         call = self._calls.get(piece.index, ToolCall(piece.id, piece.name, ""))
         whole = call.arguments_json + piece.arguments_json
-        self._calls[piece.index] = dataclasses.replace(call, arguments_json=whole)
+        repaired = call.repaired or piece.repaired
+        self._calls[piece.index] = dataclasses.replace(call, arguments_json=whole, repaired=repaired)

@@ -227,7 +227,7 @@ def _completion(output: inference.GenerateResponse | completion_pb2.Completion) 
         usage=usage_from(output.usage),
         seed=output.seed,
         reasoning=output.reasoning,
-        tool_calls=tuple(ToolCall(c.id, c.name, c.arguments_json) for c in output.tool_calls),
+        tool_calls=tuple(ToolCall(c.id, c.name, c.arguments_json, c.repaired) for c in output.tool_calls),
         malformed_tool_calls=tuple(
             MalformedToolCall(found.text, found.problem) for found in output.malformed_tool_calls
         ),

@@ -325,8 +325,10 @@ type Model struct {
 	// Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
 	// no chunk of a prompt ends inside it.
 	RunsImagesWhole bool `protobuf:"varint,19,opt,name=runs_images_whole,json=runsImagesWhole,proto3" json:"runs_images_whole,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// How its chat replies are read. Absent: it has no chat template.
+	ReplyFormat   *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -492,6 +494,97 @@ func (x *Model) GetRunsImagesWhole() bool {
 	return false
 }
 
+func (x *Model) GetReplyFormat() *ReplyFormat {
+	if x != nil {
+		return x.ReplyFormat
+	}
+	return nil
+}
+
+// How the replies of a model are read, found when it was loaded.
+type ReplyFormat struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+	// requests with tools are refused with TOOLS_UNSUPPORTED.
+	Calls string `protobuf:"bytes,1,opt,name=calls,proto3" json:"calls,omitempty"`
+	// What begins reasoning in its replies, for example "<think>". Empty: none is told apart.
+	ReasoningStart string `protobuf:"bytes,2,opt,name=reasoning_start,json=reasoningStart,proto3" json:"reasoning_start,omitempty"`
+	// What ends reasoning.
+	ReasoningEnd string `protobuf:"bytes,3,opt,name=reasoning_end,json=reasoningEnd,proto3" json:"reasoning_end,omitempty"`
+	// What both were found by, in words, one line each.
+	Evidence []string `protobuf:"bytes,4,rep,name=evidence,proto3" json:"evidence,omitempty"`
+	// Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
+	// up in texts. Empty for most.
+	UnreadMarkers []string `protobuf:"bytes,5,rep,name=unread_markers,json=unreadMarkers,proto3" json:"unread_markers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReplyFormat) Reset() {
+	*x = ReplyFormat{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReplyFormat) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReplyFormat) ProtoMessage() {}
+
+func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReplyFormat.ProtoReflect.Descriptor instead.
+func (*ReplyFormat) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ReplyFormat) GetCalls() string {
+	if x != nil {
+		return x.Calls
+	}
+	return ""
+}
+
+func (x *ReplyFormat) GetReasoningStart() string {
+	if x != nil {
+		return x.ReasoningStart
+	}
+	return ""
+}
+
+func (x *ReplyFormat) GetReasoningEnd() string {
+	if x != nil {
+		return x.ReasoningEnd
+	}
+	return ""
+}
+
+func (x *ReplyFormat) GetEvidence() []string {
+	if x != nil {
+		return x.Evidence
+	}
+	return nil
+}
+
+func (x *ReplyFormat) GetUnreadMarkers() []string {
+	if x != nil {
+		return x.UnreadMarkers
+	}
+	return nil
+}
+
 var File_icehouse_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_model_service_proto_rawDesc = "" +
@@ -507,7 +600,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xda\x05\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x97\x06\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -529,7 +622,14 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\freads_images\x18\x11 \x01(\bR\vreadsImages\x127\n" +
 	"\vpass_splits\x18\x12 \x03(\x0e2\x16.icehouse.v1.PassSplitR\n" +
 	"passSplits\x12*\n" +
-	"\x11runs_images_whole\x18\x13 \x01(\bR\x0frunsImagesWhole*n\n" +
+	"\x11runs_images_whole\x18\x13 \x01(\bR\x0frunsImagesWhole\x12;\n" +
+	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\"\xb4\x01\n" +
+	"\vReplyFormat\x12\x14\n" +
+	"\x05calls\x18\x01 \x01(\tR\x05calls\x12'\n" +
+	"\x0freasoning_start\x18\x02 \x01(\tR\x0ereasoningStart\x12#\n" +
+	"\rreasoning_end\x18\x03 \x01(\tR\freasoningEnd\x12\x1a\n" +
+	"\bevidence\x18\x04 \x03(\tR\bevidence\x12%\n" +
+	"\x0eunread_markers\x18\x05 \x03(\tR\runreadMarkers*n\n" +
 	"\tPassSplit\x12\x1a\n" +
 	"\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n" +
@@ -554,7 +654,7 @@ func file_icehouse_v1_model_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_icehouse_v1_model_service_proto_goTypes = []any{
 	(PassSplit)(0),             // 0: icehouse.v1.PassSplit
 	(*ListModelsRequest)(nil),  // 1: icehouse.v1.ListModelsRequest
@@ -562,22 +662,24 @@ var file_icehouse_v1_model_service_proto_goTypes = []any{
 	(*GetModelRequest)(nil),    // 3: icehouse.v1.GetModelRequest
 	(*GetModelResponse)(nil),   // 4: icehouse.v1.GetModelResponse
 	(*Model)(nil),              // 5: icehouse.v1.Model
-	(*Adapter)(nil),            // 6: icehouse.v1.Adapter
+	(*ReplyFormat)(nil),        // 6: icehouse.v1.ReplyFormat
+	(*Adapter)(nil),            // 7: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
 	5, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
 	5, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	6, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	7, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
 	0, // 3: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
-	1, // 4: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	3, // 5: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	2, // 6: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	4, // 7: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	6, // [6:8] is the sub-list for method output_type
-	4, // [4:6] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	6, // 4: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
+	1, // 5: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	3, // 6: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	2, // 7: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	4, // 8: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	7, // [7:9] is the sub-list for method output_type
+	5, // [5:7] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -592,7 +694,7 @@ func file_icehouse_v1_model_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_model_service_proto_rawDesc), len(file_icehouse_v1_model_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   5,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

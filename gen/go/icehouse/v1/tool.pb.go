@@ -248,12 +248,16 @@ type ToolCall struct {
 	// The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
 	// where its format has one, otherwise 9 letters and digits made for it.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The tool called. A model can invent one: compare it with what was offered.
+	// The tool called: one of those on offer.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-	// schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-	// it may be any text: a template that wants an object gets one with the text in it.
+	// The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+	// but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+	// a template that wants an object gets one with the text in it.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
+	// Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+	// line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+	// `arguments` and the like. The arguments are what it means. Absent: no.
+	Repaired      bool `protobuf:"varint,4,opt,name=repaired,proto3" json:"repaired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -309,6 +313,13 @@ func (x *ToolCall) GetArgumentsJson() string {
 	return ""
 }
 
+func (x *ToolCall) GetRepaired() bool {
+	if x != nil {
+		return x.Repaired
+	}
+	return false
+}
+
 // A piece of a call, streamed.
 type ToolCallDelta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -322,7 +333,9 @@ type ToolCallDelta struct {
 	ArgumentsJson string `protobuf:"bytes,4,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	// The call of this index turned out to be malformed: forget what came for it. Its text follows as a
 	// delta with `malformed_tool_call`.
-	Withdrawn     bool `protobuf:"varint,5,opt,name=withdrawn,proto3" json:"withdrawn,omitempty"`
+	Withdrawn bool `protobuf:"varint,5,opt,name=withdrawn,proto3" json:"withdrawn,omitempty"`
+	// The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+	Repaired      bool `protobuf:"varint,6,opt,name=repaired,proto3" json:"repaired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -388,6 +401,13 @@ func (x *ToolCallDelta) GetArgumentsJson() string {
 func (x *ToolCallDelta) GetWithdrawn() bool {
 	if x != nil {
 		return x.Withdrawn
+	}
+	return false
+}
+
+func (x *ToolCallDelta) GetRepaired() bool {
+	if x != nil {
+		return x.Repaired
 	}
 	return false
 }
@@ -463,17 +483,19 @@ const file_icehouse_v1_tool_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
 	"\aallowed\x18\x03 \x03(\tR\aallowed\x123\n" +
 	"\x13parallel_tool_calls\x18\x04 \x01(\bH\x00R\x11parallelToolCalls\x88\x01\x01B\x16\n" +
-	"\x14_parallel_tool_calls\"U\n" +
+	"\x14_parallel_tool_calls\"q\n" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
-	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\"\x8e\x01\n" +
+	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\x12\x1a\n" +
+	"\brepaired\x18\x04 \x01(\bR\brepaired\"\xaa\x01\n" +
 	"\rToolCallDelta\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\x05R\x05index\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12%\n" +
 	"\x0earguments_json\x18\x04 \x01(\tR\rargumentsJson\x12\x1c\n" +
-	"\twithdrawn\x18\x05 \x01(\bR\twithdrawn\"A\n" +
+	"\twithdrawn\x18\x05 \x01(\bR\twithdrawn\x12\x1a\n" +
+	"\brepaired\x18\x06 \x01(\bR\brepaired\"A\n" +
 	"\x11MalformedToolCall\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x18\n" +
 	"\aproblem\x18\x02 \x01(\tR\aproblem*\xa3\x01\n" +

@@ -173,6 +173,7 @@ class Model(_message.Message):
     READS_IMAGES_FIELD_NUMBER: _builtins.int
     PASS_SPLITS_FIELD_NUMBER: _builtins.int
     RUNS_IMAGES_WHOLE_FIELD_NUMBER: _builtins.int
+    REPLY_FORMAT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name callers use in `model`."""
     architecture: _builtins.str
@@ -223,6 +224,10 @@ class Model(_message.Message):
         PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
         """
 
+    @_builtins.property
+    def reply_format(self) -> Global___ReplyFormat:
+        """How its chat replies are read. Absent: it has no chat template."""
+
     def __init__(
         self,
         *,
@@ -245,11 +250,58 @@ class Model(_message.Message):
         reads_images: _builtins.bool = ...,
         pass_splits: _abc.Iterable[Global___PassSplit.ValueType] | None = ...,
         runs_images_whole: _builtins.bool = ...,
+        reply_format: Global___ReplyFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reply_format", b"reply_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ReplyFormat(_message.Message):
+    """How the replies of a model are read, found when it was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_START_FIELD_NUMBER: _builtins.int
+    REASONING_END_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    UNREAD_MARKERS_FIELD_NUMBER: _builtins.int
+    calls: _builtins.str
+    """The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+    requests with tools are refused with TOOLS_UNSUPPORTED.
+    """
+    reasoning_start: _builtins.str
+    """What begins reasoning in its replies, for example "<think>". Empty: none is told apart."""
+    reasoning_end: _builtins.str
+    """What ends reasoning."""
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What both were found by, in words, one line each."""
+
+    @_builtins.property
+    def unread_markers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
+        up in texts. Empty for most.
+        """
+
+    def __init__(
+        self,
+        *,
+        calls: _builtins.str = ...,
+        reasoning_start: _builtins.str = ...,
+        reasoning_end: _builtins.str = ...,
+        evidence: _abc.Iterable[_builtins.str] | None = ...,
+        unread_markers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "evidence", b"evidence", "reasoning_end", b"reasoning_end", "reasoning_start", b"reasoning_start", "unread_markers", b"unread_markers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplyFormat: _TypeAlias = ReplyFormat  # noqa: Y015

@@ -153,16 +153,22 @@ class ToolCall(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    REPAIRED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
     where its format has one, otherwise 9 letters and digits made for it.
     """
     name: _builtins.str
-    """The tool called. A model can invent one: compare it with what was offered."""
+    """The tool called: one of those on offer."""
     arguments_json: _builtins.str
-    """The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-    schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-    it may be any text: a template that wants an object gets one with the text in it.
+    """The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+    but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+    a template that wants an object gets one with the text in it.
+    """
+    repaired: _builtins.bool
+    """Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+    line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+    `arguments` and the like. The arguments are what it means. Absent: no.
     """
     def __init__(
         self,
@@ -170,10 +176,11 @@ class ToolCall(_message.Message):
         id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
+        repaired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name", "repaired", b"repaired"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +197,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
+    REPAIRED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which call of this output, from 0 in order of appearance."""
     id: _builtins.str
@@ -202,6 +210,8 @@ class ToolCallDelta(_message.Message):
     """The call of this index turned out to be malformed: forget what came for it. Its text follows as a
     delta with `malformed_tool_call`.
     """
+    repaired: _builtins.bool
+    """The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else."""
     def __init__(
         self,
         *,
@@ -210,10 +220,11 @@ class ToolCallDelta(_message.Message):
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
         withdrawn: _builtins.bool = ...,
+        repaired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name", "repaired", b"repaired", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwi3AMKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCCpuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwijAQKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCBIuCgxyZXBseV9mb3JtYXQYFCABKAsyGC5pY2Vob3VzZS52MS5SZXBseUZvcm1hdCJ2CgtSZXBseUZvcm1hdBINCgVjYWxscxgBIAEoCRIXCg9yZWFzb25pbmdfc3RhcnQYAiABKAkSFQoNcmVhc29uaW5nX2VuZBgDIAEoCRIQCghldmlkZW5jZRgEIAMoCRIWCg51bnJlYWRfbWFya2VycxgFIAMoCSpuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -254,6 +254,13 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: bool runs_images_whole = 19;
    */
   runsImagesWhole: boolean;
+
+  /**
+   * How its chat replies are read. Absent: it has no chat template.
+   *
+   * @generated from field: icehouse.v1.ReplyFormat reply_format = 20;
+   */
+  replyFormat?: ReplyFormat | undefined;
 };
 
 /**
@@ -262,6 +269,57 @@ export type Model = Message<"icehouse.v1.Model"> & {
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 4);
+
+/**
+ * How the replies of a model are read, found when it was loaded.
+ *
+ * @generated from message icehouse.v1.ReplyFormat
+ */
+export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
+  /**
+   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * requests with tools are refused with TOOLS_UNSUPPORTED.
+   *
+   * @generated from field: string calls = 1;
+   */
+  calls: string;
+
+  /**
+   * What begins reasoning in its replies, for example "<think>". Empty: none is told apart.
+   *
+   * @generated from field: string reasoning_start = 2;
+   */
+  reasoningStart: string;
+
+  /**
+   * What ends reasoning.
+   *
+   * @generated from field: string reasoning_end = 3;
+   */
+  reasoningEnd: string;
+
+  /**
+   * What both were found by, in words, one line each.
+   *
+   * @generated from field: repeated string evidence = 4;
+   */
+  evidence: string[];
+
+  /**
+   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
+   * up in texts. Empty for most.
+   *
+   * @generated from field: repeated string unread_markers = 5;
+   */
+  unreadMarkers: string[];
+};
+
+/**
+ * Describes the message icehouse.v1.ReplyFormat.
+ * Use `create(ReplyFormatSchema)` to create a new message.
+ */
+export const ReplyFormatSchema: GenMessage<ReplyFormat> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 5);
 
 /**
  * Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.

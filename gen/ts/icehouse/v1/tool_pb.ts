@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/tool.proto.
  */
 export const file_icehouse_v1_tool: GenFile = /*@__PURE__*/
-  fileDesc("ChZpY2Vob3VzZS92MS90b29sLnByb3RvEgtpY2Vob3VzZS52MSJSCgRUb29sEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSFwoPcGFyYW1ldGVyc19qc29uGAMgASgJEg4KBnN0cmljdBgEIAEoCCKQAQoKVG9vbENob2ljZRIpCgRtb2RlGAEgASgOMhsuaWNlaG91c2UudjEuVG9vbENob2ljZU1vZGUSDAoEbmFtZRgCIAEoCRIPCgdhbGxvd2VkGAMgAygJEiAKE3BhcmFsbGVsX3Rvb2xfY2FsbHMYBCABKAhIAIgBAUIWChRfcGFyYWxsZWxfdG9vbF9jYWxscyI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJImMKDVRvb2xDYWxsRGVsdGESDQoFaW5kZXgYASABKAUSCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCRIRCgl3aXRoZHJhd24YBSABKAgiMgoRTWFsZm9ybWVkVG9vbENhbGwSDAoEdGV4dBgBIAEoCRIPCgdwcm9ibGVtGAIgASgJKqMBCg5Ub29sQ2hvaWNlTW9kZRIgChxUT09MX0NIT0lDRV9NT0RFX1VOU1BFQ0lGSUVEEAASGQoVVE9PTF9DSE9JQ0VfTU9ERV9BVVRPEAESGQoVVE9PTF9DSE9JQ0VfTU9ERV9OT05FEAISHQoZVE9PTF9DSE9JQ0VfTU9ERV9SRVFVSVJFRBADEhoKFlRPT0xfQ0hPSUNFX01PREVfTkFNRUQQBEI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
+  fileDesc("ChZpY2Vob3VzZS92MS90b29sLnByb3RvEgtpY2Vob3VzZS52MSJSCgRUb29sEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSFwoPcGFyYW1ldGVyc19qc29uGAMgASgJEg4KBnN0cmljdBgEIAEoCCKQAQoKVG9vbENob2ljZRIpCgRtb2RlGAEgASgOMhsuaWNlaG91c2UudjEuVG9vbENob2ljZU1vZGUSDAoEbmFtZRgCIAEoCRIPCgdhbGxvd2VkGAMgAygJEiAKE3BhcmFsbGVsX3Rvb2xfY2FsbHMYBCABKAhIAIgBAUIWChRfcGFyYWxsZWxfdG9vbF9jYWxscyJOCghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJEhAKCHJlcGFpcmVkGAQgASgIInUKDVRvb2xDYWxsRGVsdGESDQoFaW5kZXgYASABKAUSCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCRIRCgl3aXRoZHJhd24YBSABKAgSEAoIcmVwYWlyZWQYBiABKAgiMgoRTWFsZm9ybWVkVG9vbENhbGwSDAoEdGV4dBgBIAEoCRIPCgdwcm9ibGVtGAIgASgJKqMBCg5Ub29sQ2hvaWNlTW9kZRIgChxUT09MX0NIT0lDRV9NT0RFX1VOU1BFQ0lGSUVEEAASGQoVVE9PTF9DSE9JQ0VfTU9ERV9BVVRPEAESGQoVVE9PTF9DSE9JQ0VfTU9ERV9OT05FEAISHQoZVE9PTF9DSE9JQ0VfTU9ERV9SRVFVSVJFRBADEhoKFlRPT0xfQ0hPSUNFX01PREVfTkFNRUQQBEI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
 
 /**
  * A function that the caller offers. The model's chat template shows it to the model.
@@ -124,20 +124,29 @@ export type ToolCall = Message<"icehouse.v1.ToolCall"> & {
   id: string;
 
   /**
-   * The tool called. A model can invent one: compare it with what was offered.
+   * The tool called: one of those on offer.
    *
    * @generated from field: string name = 2;
    */
   name: string;
 
   /**
-   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-   * it may be any text: a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+   * a template that wants an object gets one with the text in it.
    *
    * @generated from field: string arguments_json = 3;
    */
   argumentsJson: string;
+
+  /**
+   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+   * `arguments` and the like. The arguments are what it means. Absent: no.
+   *
+   * @generated from field: bool repaired = 4;
+   */
+  repaired: boolean;
 };
 
 /**
@@ -188,6 +197,13 @@ export type ToolCallDelta = Message<"icehouse.v1.ToolCallDelta"> & {
    * @generated from field: bool withdrawn = 5;
    */
   withdrawn: boolean;
+
+  /**
+   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   *
+   * @generated from field: bool repaired = 6;
+   */
+  repaired: boolean;
 };
 
 /**

@@ -48,6 +48,7 @@ def models(target: Target, as_json: AsJson = False) -> None:
             ("context", f"{model.context_tokens:,} tokens"),
             ("KV", f"{kv} a token"),
             ("chats", chats),
+            ("replies", _replies(model)),
             ("images", _images(model)),
             ("passes", _passes(model)),
             ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
@@ -149,6 +150,15 @@ def cancel(
                 out.print(f"ended {request_id}", markup=False)
     if as_json:
         print_json({"requests": ended})
+
+
+def _replies(model: Model) -> str:
+    """What of its replies is told apart."""
+    format = model.reply_format
+    calls = f"calls as {format.calls}" if format.calls else "no calls"
+    return (
+        f"{calls}, {f'reasoning from {format.reasoning_start}' if format.reasoning_start else 'no reasoning'}"
+    )
 
 
 def _images(model: Model) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from icehouse_server.bootstrap.machine import allow_open_files, find_device, wanted_file_count
-from icehouse_server.bootstrap.model_source import find_sight
+from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
 from icehouse_server.cli.doctor.check import Check, Verdict
@@ -151,6 +151,24 @@ def _check_sight(folder: Path) -> Check:
     return Check("model", Verdict.OK, str(folder))
 
 
+def check_replies(config: Config) -> Check:
+    """Which notation of reasoning and calls would be read, and from what is that known?"""
+    folder = Path(config.model.model).expanduser()
+    if not (folder / "config.json").is_file():
+        return Check("replies", Verdict.OK, "known once the model is here")
+    try:
+        format = find_reply_format(folder)
+    except ModelError as error:
+        return Check("replies", Verdict.FAIL, error.message, "complete the download")
+    if format is None:
+        return Check("replies", Verdict.OK, "the model has no chat template")
+    detail = "; ".join(format.evidence) or "text alone: neither reasoning nor calls are told apart"
+    if format.unread_markers:
+        advice = f"nothing reads {' '.join(format.unread_markers)}: texts may hold them"
+        return Check("replies", Verdict.WARN, detail, advice)
+    return Check("replies", Verdict.OK, detail)
+
+
 def _check_demo_model(model: DemoModel) -> Check:
     if is_built(model):
         return Check("model", Verdict.OK, f"{model.name}, in {model.folder}")
@@ -197,6 +215,7 @@ CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_files,
     check_blas,
     check_model,
+    check_replies,
     check_address,
     check_disk,
     check_cache,

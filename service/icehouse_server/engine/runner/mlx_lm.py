@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper, _infer_tool_parser
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import (
     _get_classes,
     _tokenizer_defaults,
@@ -90,18 +90,7 @@ def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -
     if inner.init_kwargs.get("chat_template_type") or _tokenizer_defaults(path):
         return load_tokenizer(path, extra, eos_token_ids=eos_token_ids)  # type: ignore[no-untyped-call]
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
-    name = inner.init_kwargs.get("tool_parser_type") or _infer_tool_parser(inner)  # type: ignore[no-untyped-call]
-    if name is None:
-        return TokenizerWrapper(inner, eos_token_ids=ids)
-    inner.init_kwargs["tool_parser_type"] = name
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    return TokenizerWrapper(
-        inner,
-        eos_token_ids=ids,
-        tool_call_start=parser.tool_call_start,
-        tool_call_end=parser.tool_call_end,
-        tool_parser=parser.parse_tool_call,
-    )
+    return TokenizerWrapper(inner, eos_token_ids=ids)
 
 
 def wire_memory() -> None:

@@ -217,6 +217,7 @@ def describe(
         cache_classes=tuple(dict.fromkeys(type(c).__name__ for c in caches)),
         fingerprint_hex=fingerprint_hex,
         has_chat_template=tokenizer.has_chat_template,
+        reply_format=tokenizer.reply_format,
         eos_token_ids=tokenizer.eos_token_ids,
         device=_device_name(),
         sees_images=loaded.tower is not None,

@@ -34,7 +34,10 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
     started_proto,
 )
-from icehouse_server.text.reply_parser import ReplySplitter
+from icehouse_server.text.replies.reader import ReplySplitter
+
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
+"""Ends of outputs that would have gone on."""
 
 
 class Replies:
@@ -107,7 +110,7 @@ class Reply:
     def _end(self, event: Finished) -> list[inference.StreamResponse]:
         rest: Sequence[Piece] = ()
         if self._splitter is not None:
-            rest = self._splitter.finish()
+            rest = self._splitter.finish(is_cut=event.reason in _CUT)
             if event.reason is FinishReason.STOP_TOKEN and self._splitter.has_calls:
                 event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
         held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
@@ -130,6 +133,7 @@ def _piece_proto(piece: Piece) -> inference.Delta:
                 name=piece.name,
                 arguments_json=piece.arguments_json,
                 withdrawn=piece.is_withdrawn,
+                repaired=piece.is_repaired,
             )
             return inference.Delta(tool_call=call)
 

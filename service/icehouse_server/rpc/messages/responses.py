@@ -20,7 +20,7 @@ from icehouse_server.domain.events import (
     Started,
     Usage,
 )
-from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit
+from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit, ReplyFormatInfo
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.speculation import LIMITS
@@ -222,6 +222,17 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         runs_images_whole=info.runs_images_whole,
         pass_splits=[_PASS_SPLITS[split] for split in info.pass_splits],
         adapters=[adapter_proto(adapter) for adapter in info.adapters],
+        reply_format=None if info.reply_format is None else _reply_format_proto(info.reply_format),
+    )
+
+
+def _reply_format_proto(info: ReplyFormatInfo) -> model_service_pb2.ReplyFormat:
+    return model_service_pb2.ReplyFormat(
+        calls=info.calls,
+        reasoning_start=info.reasoning_start,
+        reasoning_end=info.reasoning_end,
+        evidence=info.evidence,
+        unread_markers=info.unread_markers,
     )
 
 

@@ -134,6 +134,7 @@ class _OutputSum:
             return
         if piece.index not in self._calls:
             self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
+        self._calls[piece.index].repaired |= piece.repaired
         self._arguments.setdefault(piece.index, []).append(piece.arguments_json)
 
 

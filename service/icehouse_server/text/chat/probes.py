@@ -92,7 +92,8 @@ def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
     probes.find_form()
     probes.find_tools()
     if has_tools and not probes.traits.shows_tools:
-        return probes.traits  # a request with tools is refused
+        # A request with tools is refused; what the template does with calls is known without them.
+        return dataclasses.replace(find_traits(render, has_tools=False), shows_tools=False)
     probes.find_roles()
     probes.find_calls()
     probes.find_places()

@@ -153,7 +153,14 @@ def test_a_template_without_an_end_is_refused() -> None:
             render(endless, Conversation(ASKED))
 
 
-@pytest.mark.parametrize(("family", "why"), [(SYSTEMLESS, "does not show them"), (HEADERS, "is not known")])
+# Calls in a notation that nobody reads.
+STRANGE = dataclasses.replace(
+    HEADERS,
+    template=HEADERS.template.replace('"parameters": call', '"qzwith": call').replace('"name"', '"qzdo"'),
+)
+
+
+@pytest.mark.parametrize(("family", "why"), [(SYSTEMLESS, "does not show them"), (STRANGE, "is not known")])
 def test_tools_are_refused_where_they_cannot_work(family: Family, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as caught:
         render(family, Conversation(ASKED, tools=(WEATHER,)))

@@ -54,6 +54,7 @@ private static final long serialVersionUID = 0L;
             dev.icehouse.v1.Model.class, dev.icehouse.v1.Model.Builder.class);
   }
 
+  private int bitField0_;
   public static final int ID_FIELD_NUMBER = 1;
   @SuppressWarnings("serial")
   private volatile java.lang.Object id_ = "";
@@ -711,6 +712,44 @@ private static final long serialVersionUID = 0L;
     return runsImagesWhole_;
   }
 
+  public static final int REPLY_FORMAT_FIELD_NUMBER = 20;
+  private dev.icehouse.v1.ReplyFormat replyFormat_;
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   * @return Whether the replyFormat field is set.
+   */
+  @java.lang.Override
+  public boolean hasReplyFormat() {
+    return ((bitField0_ & 0x00000001) != 0);
+  }
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   * @return The replyFormat.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ReplyFormat getReplyFormat() {
+    return replyFormat_ == null ? dev.icehouse.v1.ReplyFormat.getDefaultInstance() : replyFormat_;
+  }
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ReplyFormatOrBuilder getReplyFormatOrBuilder() {
+    return replyFormat_ == null ? dev.icehouse.v1.ReplyFormat.getDefaultInstance() : replyFormat_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -790,6 +829,9 @@ private static final long serialVersionUID = 0L;
     }
     if (runsImagesWhole_ != false) {
       output.writeBool(19, runsImagesWhole_);
+    }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeMessage(20, getReplyFormat());
     }
     getUnknownFields().writeTo(output);
   }
@@ -892,6 +934,10 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(19, runsImagesWhole_);
     }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(20, getReplyFormat());
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -944,6 +990,11 @@ private static final long serialVersionUID = 0L;
     if (!passSplits_.equals(other.passSplits_)) return false;
     if (getRunsImagesWhole()
         != other.getRunsImagesWhole()) return false;
+    if (hasReplyFormat() != other.hasReplyFormat()) return false;
+    if (hasReplyFormat()) {
+      if (!getReplyFormat()
+          .equals(other.getReplyFormat())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -1007,6 +1058,10 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + RUNS_IMAGES_WHOLE_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getRunsImagesWhole());
+    if (hasReplyFormat()) {
+      hash = (37 * hash) + REPLY_FORMAT_FIELD_NUMBER;
+      hash = (53 * hash) + getReplyFormat().hashCode();
+    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -1130,13 +1185,20 @@ private static final long serialVersionUID = 0L;
 
     // Construct using dev.icehouse.v1.Model.newBuilder()
     private Builder() {
-
+      maybeForceBuilderInitialization();
     }
 
     private Builder(
         com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
       super(parent);
-
+      maybeForceBuilderInitialization();
+    }
+    private void maybeForceBuilderInitialization() {
+      if (com.google.protobuf.GeneratedMessageV3
+              .alwaysUseFieldBuilders) {
+        getAdaptersFieldBuilder();
+        getReplyFormatFieldBuilder();
+      }
     }
     @java.lang.Override
     public Builder clear() {
@@ -1169,6 +1231,11 @@ private static final long serialVersionUID = 0L;
       passSplits_ = java.util.Collections.emptyList();
       bitField0_ = (bitField0_ & ~0x00020000);
       runsImagesWhole_ = false;
+      replyFormat_ = null;
+      if (replyFormatBuilder_ != null) {
+        replyFormatBuilder_.dispose();
+        replyFormatBuilder_ = null;
+      }
       return this;
     }
 
@@ -1273,6 +1340,14 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00040000) != 0)) {
         result.runsImagesWhole_ = runsImagesWhole_;
       }
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00080000) != 0)) {
+        result.replyFormat_ = replyFormatBuilder_ == null
+            ? replyFormat_
+            : replyFormatBuilder_.build();
+        to_bitField0_ |= 0x00000001;
+      }
+      result.bitField0_ |= to_bitField0_;
     }
 
     @java.lang.Override
@@ -1433,6 +1508,9 @@ private static final long serialVersionUID = 0L;
       if (other.getRunsImagesWhole() != false) {
         setRunsImagesWhole(other.getRunsImagesWhole());
       }
+      if (other.hasReplyFormat()) {
+        mergeReplyFormat(other.getReplyFormat());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1586,6 +1664,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00040000;
               break;
             } // case 152
+            case 162: {
+              input.readMessage(
+                  getReplyFormatFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00080000;
+              break;
+            } // case 162
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -3323,6 +3408,163 @@ private static final long serialVersionUID = 0L;
       runsImagesWhole_ = false;
       onChanged();
       return this;
+    }
+
+    private dev.icehouse.v1.ReplyFormat replyFormat_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ReplyFormat, dev.icehouse.v1.ReplyFormat.Builder, dev.icehouse.v1.ReplyFormatOrBuilder> replyFormatBuilder_;
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     * @return Whether the replyFormat field is set.
+     */
+    public boolean hasReplyFormat() {
+      return ((bitField0_ & 0x00080000) != 0);
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     * @return The replyFormat.
+     */
+    public dev.icehouse.v1.ReplyFormat getReplyFormat() {
+      if (replyFormatBuilder_ == null) {
+        return replyFormat_ == null ? dev.icehouse.v1.ReplyFormat.getDefaultInstance() : replyFormat_;
+      } else {
+        return replyFormatBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public Builder setReplyFormat(dev.icehouse.v1.ReplyFormat value) {
+      if (replyFormatBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        replyFormat_ = value;
+      } else {
+        replyFormatBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public Builder setReplyFormat(
+        dev.icehouse.v1.ReplyFormat.Builder builderForValue) {
+      if (replyFormatBuilder_ == null) {
+        replyFormat_ = builderForValue.build();
+      } else {
+        replyFormatBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public Builder mergeReplyFormat(dev.icehouse.v1.ReplyFormat value) {
+      if (replyFormatBuilder_ == null) {
+        if (((bitField0_ & 0x00080000) != 0) &&
+          replyFormat_ != null &&
+          replyFormat_ != dev.icehouse.v1.ReplyFormat.getDefaultInstance()) {
+          getReplyFormatBuilder().mergeFrom(value);
+        } else {
+          replyFormat_ = value;
+        }
+      } else {
+        replyFormatBuilder_.mergeFrom(value);
+      }
+      if (replyFormat_ != null) {
+        bitField0_ |= 0x00080000;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public Builder clearReplyFormat() {
+      bitField0_ = (bitField0_ & ~0x00080000);
+      replyFormat_ = null;
+      if (replyFormatBuilder_ != null) {
+        replyFormatBuilder_.dispose();
+        replyFormatBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public dev.icehouse.v1.ReplyFormat.Builder getReplyFormatBuilder() {
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return getReplyFormatFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    public dev.icehouse.v1.ReplyFormatOrBuilder getReplyFormatOrBuilder() {
+      if (replyFormatBuilder_ != null) {
+        return replyFormatBuilder_.getMessageOrBuilder();
+      } else {
+        return replyFormat_ == null ?
+            dev.icehouse.v1.ReplyFormat.getDefaultInstance() : replyFormat_;
+      }
+    }
+    /**
+     * <pre>
+     * How its chat replies are read. Absent: it has no chat template.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ReplyFormat, dev.icehouse.v1.ReplyFormat.Builder, dev.icehouse.v1.ReplyFormatOrBuilder> 
+        getReplyFormatFieldBuilder() {
+      if (replyFormatBuilder_ == null) {
+        replyFormatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.ReplyFormat, dev.icehouse.v1.ReplyFormat.Builder, dev.icehouse.v1.ReplyFormatOrBuilder>(
+                getReplyFormat(),
+                getParentForChildren(),
+                isClean());
+        replyFormat_ = null;
+      }
+      return replyFormatBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -386,4 +386,31 @@ public interface ModelOrBuilder extends
    * @return The runsImagesWhole.
    */
   boolean getRunsImagesWhole();
+
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   * @return Whether the replyFormat field is set.
+   */
+  boolean hasReplyFormat();
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   * @return The replyFormat.
+   */
+  dev.icehouse.v1.ReplyFormat getReplyFormat();
+  /**
+   * <pre>
+   * How its chat replies are read. Absent: it has no chat template.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
+   */
+  dev.icehouse.v1.ReplyFormatOrBuilder getReplyFormatOrBuilder();
 }

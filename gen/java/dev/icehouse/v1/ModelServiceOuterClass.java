@@ -40,6 +40,11 @@ public final class ModelServiceOuterClass {
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_Model_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ReplyFormat_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ReplyFormat_fieldAccessorTable;
 
   public static com.google.protobuf.Descriptors.FileDescriptor
       getDescriptor() {
@@ -56,7 +61,7 @@ public final class ModelServiceOuterClass {
       "odels\030\001 \003(\0132\022.icehouse.v1.Model\022\027\n\017next_" +
       "page_token\030\002 \001(\t\" \n\017GetModelRequest\022\r\n\005m" +
       "odel\030\001 \001(\t\"5\n\020GetModelResponse\022!\n\005model\030" +
-      "\001 \001(\0132\022.icehouse.v1.Model\"\334\003\n\005Model\022\n\n\002i" +
+      "\001 \001(\0132\022.icehouse.v1.Model\"\214\004\n\005Model\022\n\n\002i" +
       "d\030\001 \001(\t\022\024\n\014architecture\030\002 \001(\t\022\027\n\017vocabul" +
       "ary_size\030\003 \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r" +
       "\n\005dtype\030\005 \001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017p" +
@@ -68,16 +73,20 @@ public final class ModelServiceOuterClass {
       ".icehouse.v1.Adapter\022\034\n\024embedding_dimens" +
       "ions\030\020 \001(\005\022\024\n\014reads_images\030\021 \001(\010\022+\n\013pass" +
       "_splits\030\022 \003(\0162\026.icehouse.v1.PassSplit\022\031\n" +
-      "\021runs_images_whole\030\023 \001(\010*n\n\tPassSplit\022\032\n" +
-      "\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PASS_SPLIT_" +
-      "ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE\020\002\022\024\n\020PA" +
-      "SS_SPLIT_ALONE\020\0032\246\001\n\014ModelService\022M\n\nLis" +
-      "tModels\022\036.icehouse.v1.ListModelsRequest\032" +
-      "\037.icehouse.v1.ListModelsResponse\022G\n\010GetM" +
-      "odel\022\034.icehouse.v1.GetModelRequest\032\035.ice" +
-      "house.v1.GetModelResponseB<\n\017dev.icehous" +
-      "e.v1P\001Z\'icehouse.dev/api/icehouse/v1;ice" +
-      "housev1b\006proto3"
+      "\021runs_images_whole\030\023 \001(\010\022.\n\014reply_format" +
+      "\030\024 \001(\0132\030.icehouse.v1.ReplyFormat\"v\n\013Repl" +
+      "yFormat\022\r\n\005calls\030\001 \001(\t\022\027\n\017reasoning_star" +
+      "t\030\002 \001(\t\022\025\n\rreasoning_end\030\003 \001(\t\022\020\n\010eviden" +
+      "ce\030\004 \003(\t\022\026\n\016unread_markers\030\005 \003(\t*n\n\tPass" +
+      "Split\022\032\n\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PAS" +
+      "S_SPLIT_ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE" +
+      "\020\002\022\024\n\020PASS_SPLIT_ALONE\020\0032\246\001\n\014ModelServic" +
+      "e\022M\n\nListModels\022\036.icehouse.v1.ListModels" +
+      "Request\032\037.icehouse.v1.ListModelsResponse" +
+      "\022G\n\010GetModel\022\034.icehouse.v1.GetModelReque" +
+      "st\032\035.icehouse.v1.GetModelResponseB<\n\017dev" +
+      ".icehouse.v1P\001Z\'icehouse.dev/api/icehous" +
+      "e/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -113,7 +122,13 @@ public final class ModelServiceOuterClass {
     internal_static_icehouse_v1_Model_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Model_descriptor,
-        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", });
+        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", });
+    internal_static_icehouse_v1_ReplyFormat_descriptor =
+      getDescriptor().getMessageTypes().get(5);
+    internal_static_icehouse_v1_ReplyFormat_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ReplyFormat_descriptor,
+        new java.lang.String[] { "Calls", "ReasoningStart", "ReasoningEnd", "Evidence", "UnreadMarkers", });
     dev.icehouse.v1.AdapterOuterClass.getDescriptor();
   }
 

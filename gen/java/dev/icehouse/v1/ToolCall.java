@@ -100,7 +100,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The tool called. A model can invent one: compare it with what was offered.
+   * The tool called: one of those on offer.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -121,7 +121,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tool called. A model can invent one: compare it with what was offered.
+   * The tool called: one of those on offer.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -147,9 +147,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object argumentsJson_ = "";
   /**
    * <pre>
-   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-   * it may be any text: a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+   * a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -170,9 +170,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-   * it may be any text: a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+   * a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -191,6 +191,23 @@ private static final long serialVersionUID = 0L;
     } else {
       return (com.google.protobuf.ByteString) ref;
     }
+  }
+
+  public static final int REPAIRED_FIELD_NUMBER = 4;
+  private boolean repaired_ = false;
+  /**
+   * <pre>
+   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+   * `arguments` and the like. The arguments are what it means. Absent: no.
+   * </pre>
+   *
+   * <code>bool repaired = 4;</code>
+   * @return The repaired.
+   */
+  @java.lang.Override
+  public boolean getRepaired() {
+    return repaired_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -216,6 +233,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(argumentsJson_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 3, argumentsJson_);
     }
+    if (repaired_ != false) {
+      output.writeBool(4, repaired_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -233,6 +253,10 @@ private static final long serialVersionUID = 0L;
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(argumentsJson_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(3, argumentsJson_);
+    }
+    if (repaired_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(4, repaired_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -255,6 +279,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getName())) return false;
     if (!getArgumentsJson()
         .equals(other.getArgumentsJson())) return false;
+    if (getRepaired()
+        != other.getRepaired()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -272,6 +298,9 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getName().hashCode();
     hash = (37 * hash) + ARGUMENTS_JSON_FIELD_NUMBER;
     hash = (53 * hash) + getArgumentsJson().hashCode();
+    hash = (37 * hash) + REPAIRED_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getRepaired());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -410,6 +439,7 @@ private static final long serialVersionUID = 0L;
       id_ = "";
       name_ = "";
       argumentsJson_ = "";
+      repaired_ = false;
       return this;
     }
 
@@ -451,6 +481,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000004) != 0)) {
         result.argumentsJson_ = argumentsJson_;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
+        result.repaired_ = repaired_;
       }
     }
 
@@ -513,6 +546,9 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000004;
         onChanged();
       }
+      if (other.getRepaired() != false) {
+        setRepaired(other.getRepaired());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -554,6 +590,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000004;
               break;
             } // case 26
+            case 32: {
+              repaired_ = input.readBool();
+              bitField0_ |= 0x00000008;
+              break;
+            } // case 32
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -671,7 +712,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The tool called. A model can invent one: compare it with what was offered.
+     * The tool called: one of those on offer.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -691,7 +732,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called. A model can invent one: compare it with what was offered.
+     * The tool called: one of those on offer.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -712,7 +753,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called. A model can invent one: compare it with what was offered.
+     * The tool called: one of those on offer.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -729,7 +770,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called. A model can invent one: compare it with what was offered.
+     * The tool called: one of those on offer.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -743,7 +784,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called. A model can invent one: compare it with what was offered.
+     * The tool called: one of those on offer.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -763,9 +804,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object argumentsJson_ = "";
     /**
      * <pre>
-     * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-     * it may be any text: a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+     * a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -785,9 +826,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-     * it may be any text: a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+     * a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -808,9 +849,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-     * it may be any text: a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+     * a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -827,9 +868,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-     * it may be any text: a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+     * a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -843,9 +884,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-     * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-     * it may be any text: a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+     * a template that wants an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -858,6 +899,56 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       argumentsJson_ = value;
       bitField0_ |= 0x00000004;
+      onChanged();
+      return this;
+    }
+
+    private boolean repaired_ ;
+    /**
+     * <pre>
+     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * </pre>
+     *
+     * <code>bool repaired = 4;</code>
+     * @return The repaired.
+     */
+    @java.lang.Override
+    public boolean getRepaired() {
+      return repaired_;
+    }
+    /**
+     * <pre>
+     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * </pre>
+     *
+     * <code>bool repaired = 4;</code>
+     * @param value The repaired to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRepaired(boolean value) {
+
+      repaired_ = value;
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * </pre>
+     *
+     * <code>bool repaired = 4;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearRepaired() {
+      bitField0_ = (bitField0_ & ~0x00000008);
+      repaired_ = false;
       onChanged();
       return this;
     }

@@ -218,6 +218,21 @@ private static final long serialVersionUID = 0L;
     return withdrawn_;
   }
 
+  public static final int REPAIRED_FIELD_NUMBER = 6;
+  private boolean repaired_ = false;
+  /**
+   * <pre>
+   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   * </pre>
+   *
+   * <code>bool repaired = 6;</code>
+   * @return The repaired.
+   */
+  @java.lang.Override
+  public boolean getRepaired() {
+    return repaired_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -247,6 +262,9 @@ private static final long serialVersionUID = 0L;
     if (withdrawn_ != false) {
       output.writeBool(5, withdrawn_);
     }
+    if (repaired_ != false) {
+      output.writeBool(6, repaired_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -273,6 +291,10 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(5, withdrawn_);
     }
+    if (repaired_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(6, repaired_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -298,6 +320,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getArgumentsJson())) return false;
     if (getWithdrawn()
         != other.getWithdrawn()) return false;
+    if (getRepaired()
+        != other.getRepaired()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -320,6 +344,9 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + WITHDRAWN_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getWithdrawn());
+    hash = (37 * hash) + REPAIRED_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getRepaired());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -460,6 +487,7 @@ private static final long serialVersionUID = 0L;
       name_ = "";
       argumentsJson_ = "";
       withdrawn_ = false;
+      repaired_ = false;
       return this;
     }
 
@@ -507,6 +535,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000010) != 0)) {
         result.withdrawn_ = withdrawn_;
+      }
+      if (((from_bitField0_ & 0x00000020) != 0)) {
+        result.repaired_ = repaired_;
       }
     }
 
@@ -575,6 +606,9 @@ private static final long serialVersionUID = 0L;
       if (other.getWithdrawn() != false) {
         setWithdrawn(other.getWithdrawn());
       }
+      if (other.getRepaired() != false) {
+        setRepaired(other.getRepaired());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -626,6 +660,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000010;
               break;
             } // case 40
+            case 48: {
+              repaired_ = input.readBool();
+              bitField0_ |= 0x00000020;
+              break;
+            } // case 48
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1006,6 +1045,50 @@ private static final long serialVersionUID = 0L;
     public Builder clearWithdrawn() {
       bitField0_ = (bitField0_ & ~0x00000010);
       withdrawn_ = false;
+      onChanged();
+      return this;
+    }
+
+    private boolean repaired_ ;
+    /**
+     * <pre>
+     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * </pre>
+     *
+     * <code>bool repaired = 6;</code>
+     * @return The repaired.
+     */
+    @java.lang.Override
+    public boolean getRepaired() {
+      return repaired_;
+    }
+    /**
+     * <pre>
+     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * </pre>
+     *
+     * <code>bool repaired = 6;</code>
+     * @param value The repaired to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRepaired(boolean value) {
+
+      repaired_ = value;
+      bitField0_ |= 0x00000020;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * </pre>
+     *
+     * <code>bool repaired = 6;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearRepaired() {
+      bitField0_ = (bitField0_ & ~0x00000020);
+      repaired_ = false;
       onChanged();
       return this;
     }

@@ -88,4 +88,14 @@ public interface ToolCallDeltaOrBuilder extends
    * @return The withdrawn.
    */
   boolean getWithdrawn();
+
+  /**
+   * <pre>
+   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   * </pre>
+   *
+   * <code>bool repaired = 6;</code>
+   * @return The repaired.
+   */
+  boolean getRepaired();
 }

@@ -32,7 +32,7 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * The tool called. A model can invent one: compare it with what was offered.
+   * The tool called: one of those on offer.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -41,7 +41,7 @@ public interface ToolCallOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The tool called. A model can invent one: compare it with what was offered.
+   * The tool called: one of those on offer.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -52,9 +52,9 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-   * it may be any text: a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+   * a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -63,9 +63,9 @@ public interface ToolCallOrBuilder extends
   java.lang.String getArgumentsJson();
   /**
    * <pre>
-   * The arguments, the text of one JSON object. It is JSON; that it fits the tool's
-   * schema is certain of a `strict` tool only. In a request, where another model may have written it badly,
-   * it may be any text: a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
+   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
+   * a template that wants an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -73,4 +73,16 @@ public interface ToolCallOrBuilder extends
    */
   com.google.protobuf.ByteString
       getArgumentsJsonBytes();
+
+  /**
+   * <pre>
+   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
+   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
+   * `arguments` and the like. The arguments are what it means. Absent: no.
+   * </pre>
+   *
+   * <code>bool repaired = 4;</code>
+   * @return The repaired.
+   */
+  boolean getRepaired();
 }

@@ -55,18 +55,19 @@ public final class ToolOuterClass {
       "\010\"\220\001\n\nToolChoice\022)\n\004mode\030\001 \001(\0162\033.icehous" +
       "e.v1.ToolChoiceMode\022\014\n\004name\030\002 \001(\t\022\017\n\007all" +
       "owed\030\003 \003(\t\022 \n\023parallel_tool_calls\030\004 \001(\010H" +
-      "\000\210\001\001B\026\n\024_parallel_tool_calls\"<\n\010ToolCall" +
+      "\000\210\001\001B\026\n\024_parallel_tool_calls\"N\n\010ToolCall" +
       "\022\n\n\002id\030\001 \001(\t\022\014\n\004name\030\002 \001(\t\022\026\n\016arguments_" +
-      "json\030\003 \001(\t\"c\n\rToolCallDelta\022\r\n\005index\030\001 \001" +
-      "(\005\022\n\n\002id\030\002 \001(\t\022\014\n\004name\030\003 \001(\t\022\026\n\016argument" +
-      "s_json\030\004 \001(\t\022\021\n\twithdrawn\030\005 \001(\010\"2\n\021Malfo" +
-      "rmedToolCall\022\014\n\004text\030\001 \001(\t\022\017\n\007problem\030\002 " +
-      "\001(\t*\243\001\n\016ToolChoiceMode\022 \n\034TOOL_CHOICE_MO" +
-      "DE_UNSPECIFIED\020\000\022\031\n\025TOOL_CHOICE_MODE_AUT" +
-      "O\020\001\022\031\n\025TOOL_CHOICE_MODE_NONE\020\002\022\035\n\031TOOL_C" +
-      "HOICE_MODE_REQUIRED\020\003\022\032\n\026TOOL_CHOICE_MOD" +
-      "E_NAMED\020\004B<\n\017dev.icehouse.v1P\001Z\'icehouse" +
-      ".dev/api/icehouse/v1;icehousev1b\006proto3"
+      "json\030\003 \001(\t\022\020\n\010repaired\030\004 \001(\010\"u\n\rToolCall" +
+      "Delta\022\r\n\005index\030\001 \001(\005\022\n\n\002id\030\002 \001(\t\022\014\n\004name" +
+      "\030\003 \001(\t\022\026\n\016arguments_json\030\004 \001(\t\022\021\n\twithdr" +
+      "awn\030\005 \001(\010\022\020\n\010repaired\030\006 \001(\010\"2\n\021Malformed" +
+      "ToolCall\022\014\n\004text\030\001 \001(\t\022\017\n\007problem\030\002 \001(\t*" +
+      "\243\001\n\016ToolChoiceMode\022 \n\034TOOL_CHOICE_MODE_U" +
+      "NSPECIFIED\020\000\022\031\n\025TOOL_CHOICE_MODE_AUTO\020\001\022" +
+      "\031\n\025TOOL_CHOICE_MODE_NONE\020\002\022\035\n\031TOOL_CHOIC" +
+      "E_MODE_REQUIRED\020\003\022\032\n\026TOOL_CHOICE_MODE_NA" +
+      "MED\020\004B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev" +
+      "/api/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -89,13 +90,13 @@ public final class ToolOuterClass {
     internal_static_icehouse_v1_ToolCall_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ToolCall_descriptor,
-        new java.lang.String[] { "Id", "Name", "ArgumentsJson", });
+        new java.lang.String[] { "Id", "Name", "ArgumentsJson", "Repaired", });
     internal_static_icehouse_v1_ToolCallDelta_descriptor =
       getDescriptor().getMessageTypes().get(3);
     internal_static_icehouse_v1_ToolCallDelta_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ToolCallDelta_descriptor,
-        new java.lang.String[] { "Index", "Id", "Name", "ArgumentsJson", "Withdrawn", });
+        new java.lang.String[] { "Index", "Id", "Name", "ArgumentsJson", "Withdrawn", "Repaired", });
     internal_static_icehouse_v1_MalformedToolCall_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_MalformedToolCall_fieldAccessorTable = new

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from icehouse_server.domain.chat import (
     TextPiece,
     Tool,
 )
-from icehouse_server.text.reply_parser import ReplySplitter
+from icehouse_server.text.replies.reader import ReplySplitter
 
 from tests.fixtures.chat.families import (
     ALTERNATING,
@@ -140,56 +139,44 @@ def test_any_cut_tells_the_same_where_calls_have_no_end(text: str, places: list[
     assert split([text], splitter(ALTERNATING)) == split(cut(text, places), splitter(ALTERNATING))
 
 
-EDGES = {
-    "normal": {"<think>": "reasoning", "<tool_call>": "tool"},
-    "reasoning": {"</think>": "normal", "<tool_call>": "tool"},
-    "tool": {"</tool_call>": "normal"},
-}
-
-
-def sections(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (state, text, marker that ended it), written as plainly as can be."""
-    state = "normal"
-    while True:
-        found = [(text.find(marker), marker) for marker in EDGES[state] if marker in text]
-        if not found:
-            yield state, text, ""
-            return
-        place, marker = min(found)
-        yield state, text[:place], marker
-        state, text = EDGES[state][marker], text[place + len(marker) :]
-
-
-def is_call(text: str) -> bool:
+def behind_a_call(text: str, start: int) -> int | None:
+    """Return where a call that begins at `start` ends, with its end marker where it has one; None for
+    none."""
+    if not text.startswith("<tool_call>", start):
+        return None
+    begun = text[start + len("<tool_call>") :]
     try:
-        call = json.loads(text)
+        _, stop = json.JSONDecoder().raw_decode(begun, len(begun) - len(begun.lstrip()))
     except ValueError:
-        return False
-    return isinstance(call, dict) and "name" in call
+        return None
+    return len(text) - len(begun[stop:].lstrip().removeprefix("</tool_call>"))
+
+
+def accounts(text: str, told: list[str], place: int = 0) -> bool:
+    """Whether all of `text` is markers, calls, and what was told, in order."""
+    if place == len(text):
+        return not told
+    ways = [(place + len(told[0]), told[1:])] if told and text.startswith(told[0], place) else []
+    ways += [(place + len(m), told) for m in ("<think>", "</think>") if text.startswith(m, place)]
+    behind = behind_a_call(text, place)
+    ways += [] if behind is None else [(behind, told)]
+    return any(accounts(text, rest, stop) for stop, rest in ways)
 
 
 @given(text=OUTPUTS)
 def test_nothing_is_lost(text: str) -> None:
     """What is no marker comes out as text or reasoning, each call as a call, or whole as text."""
-    pieces = split([text], splitter())
-    found = list(sections(text))
-    said = "".join(
-        f"<tool_call>{part}{end}" if state == "tool" else part
-        for state, part, end in found
-        if state == "normal" or (state == "tool" and not is_call(part))
-    )
-    thought = "".join(part for state, part, _ in found if state == "reasoning")
-    assert "".join(p.text for p in pieces if isinstance(p, (TextPiece, MalformedPiece))) == said
-    assert "".join(p.text for p in pieces if isinstance(p, ReasoningPiece)) == thought
-    calls = [json.loads(part) for state, part, _ in found if state == "tool" and is_call(part)]
-    assert calls_of(pieces) == [(call["name"], call["arguments"]) for call in calls]
+    made = splitter()
+    pieces = [piece for part in text for piece in made.push(part)] + made.finish()
+    told = [p.text for p in pieces if isinstance(p, (TextPiece, ReasoningPiece, MalformedPiece))]
+    assert accounts(text, told)
 
 
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ("{bad", "json_tools parser cannot read it: JSONDecodeError"),
-        ('{"name": "get_time", "arguments": {"a": tru}}', "JSONDecodeError"),
+        ("{bad", "a string is missing"),
+        ('{"name": "get_time", "arguments": {"a": tru}}', "a value that JSON has not"),
         ('{"arguments": {}}', "names no tool"),
         ('{"name": "", "arguments": {}}', "names no tool"),
         ('["get_time"]', "names no tool"),
@@ -197,7 +184,7 @@ def test_nothing_is_lost(text: str) -> None:
         ('{"name": "get_time", "arguments": "soon"}', "text that is no JSON"),
         ('{"name": "get_time", "arguments": {"a": NaN}}', "a value that JSON has not"),
         ("[]", "no call in it"),
-        (r'{"name": "get\_time", "arguments": {"a": 1}}', "JSONDecodeError"),
+        (r'{"name": "get\_time", "arguments": {"a": 1}}', "an escape that JSON has not"),
     ],
 )
 def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> None:
@@ -210,14 +197,15 @@ def test_a_malformed_call_is_text_with_a_flag(section: str, problem: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("f", '{"a": "x\\ud800"}'), ("f", '{"\\udfff": 1}'), ("f\\ud800", "{}")]
+    ("name", "arguments"),
+    [("get_time", '{"a": "x\\ud800"}'), ("get_time", '{"\\udfff": 1}'), ("get_time\\ud800", "{}")],
 )
 def test_half_a_surrogate_pair_can_be_sent(name: str, arguments: str) -> None:
     pieces = split([f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'], splitter())
     for piece in pieces:
         for value in dataclasses.asdict(piece).values():
             assert not isinstance(value, str) or value.encode("utf-8") is not None
-    assert not any(isinstance(piece, MalformedPiece) for piece in pieces)
+    assert any(isinstance(piece, MalformedPiece) for piece in pieces) is (name != "get_time")
 
 
 def test_a_call_that_was_being_told_is_withdrawn_when_it_breaks() -> None:
@@ -228,12 +216,13 @@ def test_a_call_that_was_being_told_is_withdrawn_when_it_breaks() -> None:
     assert pieces[2] == CallPiece(0, is_withdrawn=True) and isinstance(pieces[3], MalformedPiece)
 
 
-def test_a_call_that_reads_otherwise_in_the_end_is_told_anew() -> None:
+def test_a_call_that_says_two_things_is_malformed_and_the_next_one_is_not() -> None:
     twice = '{"name": "get_time", "arguments": {"a": 1}, "arguments": {"a": 2}}'
     made = splitter()
     pieces = split([f"<tool_call>{twice}</tool_call>{CALL}"], made)
-    assert calls_of(pieces) == [("get_time", {"a": 2}), ("get_weather", {"city": 'O"s}lo', "days": 2})]
-    assert [p.index for p in pieces if isinstance(p, CallPiece) and p.name] == [0, 1, 2] and made.has_calls
+    assert calls_of(pieces) == [("get_weather", {"city": 'O"s}lo', "days": 2})]
+    assert [p.index for p in pieces if isinstance(p, CallPiece) and p.name] == [0, 1] and made.has_calls
+    assert [p.problem for p in pieces if isinstance(p, MalformedPiece)] == ["it has arguments twice"]
 
 
 @pytest.mark.parametrize("section", ['{"name": "get_time", "arguments": {}}', '{"name": "get_ti'])
@@ -243,7 +232,7 @@ def test_an_output_may_end_inside_a_call(section: str) -> None:
         assert calls_of(pieces) == [("get_time", {})]
     else:
         (malformed,) = pieces
-        assert malformed.text == f"<tool_call>{section}" and "ended inside it" in malformed.problem
+        assert malformed.text == f"<tool_call>{section}" and "ended inside" in malformed.problem
 
 
 def test_calls_side_by_side_are_numbered() -> None:
@@ -280,9 +269,9 @@ def test_what_the_prompt_began_goes_on() -> None:
 
 
 def test_a_section_longer_than_the_parsers_may_read_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icehouse_server.text.reply_parser.SECTION_LENGTH_LIMIT", 40)
-    malformed = split([CALL], splitter())[-1]
-    assert isinstance(malformed, MalformedPiece) and "longer than 40" in malformed.problem
+    monkeypatch.setattr("icehouse_server.text.replies.core.calls.SECTION_LENGTH_LIMIT", 40)
+    (malformed,) = [piece for piece in split([CALL], splitter()) if isinstance(piece, MalformedPiece)]
+    assert "longer than 40" in malformed.problem and CALL.startswith(malformed.text)
 
 
 @pytest.mark.parametrize("family", [HEADERS, SYSTEMLESS], ids=["headers", "systemless"])

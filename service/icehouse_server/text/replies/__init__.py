@@ -1,0 +1,1 @@
+"""Replies of models, read: what is said, thought and called."""

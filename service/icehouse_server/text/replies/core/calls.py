@@ -1,0 +1,247 @@
+"""Calls of a reply on their way from a notation to pieces: each is checked before it counts.
+
+A notation tells what it reads as it reads it. A call counts at its end: its tool is on offer, its arguments
+are there and fit the schema. What turns out otherwise is withdrawn, and its text is told as malformed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece
+from icehouse_server.text.values.json_text import strict
+from icehouse_server.text.values.schema_walk import Argument, ArgumentsWalk, as_object, schema_of
+from icehouse_server.text.values.source import Source
+from icehouse_server.text.values.validation import TooCostly
+
+SECTION_LENGTH_LIMIT = 1 << 18
+"""Characters of one section of calls: what is read is kept until the section ends."""
+
+
+class Calls(Protocol):
+    """What a notation tells of the calls that it reads, in the order of their text."""
+
+    def offers(self, name: str) -> bool:
+        """Whether a tool of this name may be called."""
+        ...
+
+    def declares(self, tool: str, argument: str) -> bool:
+        """Whether the tool may have an argument of this name."""
+        ...
+
+    def start(self) -> None:
+        """A call begins here."""
+        ...
+
+    def name(self, name: str, own_id: str = "") -> None:
+        """The call's tool is known; its arguments follow as JSON."""
+        ...
+
+    def argue(self, text: str) -> None:
+        """Text of the arguments, which are one JSON object."""
+        ...
+
+    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
+        """The call is complete; or it is none, for a reason that its text does not break off at."""
+        ...
+
+    def whole(
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+    ) -> None:
+        """A call whose arguments have no types in its text: as `name`, `argue` and `end`."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenCall:
+    """A call that is being read."""
+
+    name: str
+    arguments: list[str]
+    is_told: bool
+    problem: str = ""
+
+
+class CheckedCalls:
+    """The calls of one output. `tell` takes the pieces, in order."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        tools: Sequence[Mapping[str, Any]],
+        make_id: Callable[[int], str],
+        tell: Callable[[Piece], None],
+    ) -> None:
+        self._source = source
+        self._tools = {tool["function"]["name"]: tool for tool in tools}
+        self._walks: dict[str, ArgumentsWalk] = {}
+        self._make_id = make_id
+        self._tell = tell
+        self._next_index = 0
+        self._open: _OpenCall | None = None
+        self._problem = ""
+        """Why what was read since the last good call is none."""
+        self._ids: set[str] = set()
+        self.good_count = 0
+        """Calls that count."""
+
+    def begin_section(self, marker: str) -> None:
+        """Keep the text from here on, behind what was read already."""
+        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
+        self._problem = ""
+
+    def end_section(self, *, problem: str = "") -> bool:
+        """End it; return whether all of it could be read."""
+        if problem:
+            self._withdraw()
+            self._problem = self._problem or problem
+        is_good = not self._problem
+        self._tell_malformed()
+        self._source.stop_recording()
+        return is_good
+
+    def offers(self, name: str) -> bool:
+        return name in self._tools
+
+    def declares(self, tool: str, argument: str) -> bool:
+        return tool in self._tools and self._walk(tool).declares(argument)
+
+    def start(self) -> None:
+        self._tell_malformed()
+
+    def name(self, name: str, own_id: str = "") -> None:
+        self._open = _OpenCall(name, [], is_told=self.offers(name))
+        if not self._open.is_told:
+            self._open.problem = f"it names no tool on offer: {name[:64]!r}" if name else "it names no tool"
+            return
+        if not own_id or own_id in self._ids:
+            own_id = self._make_id(self._next_index)
+        self._ids.add(own_id)
+        self._tell(CallPiece(self._next_index, id=_sendable(own_id), name=name))
+
+    def argue(self, text: str) -> None:
+        assert self._open is not None, "arguments of no call"
+        if not text:
+            return
+        self._open.arguments.append(text)
+        if self._open.is_told:
+            self._tell(CallPiece(self._next_index, arguments_json=_sendable(text)))
+
+    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
+        if self._open is None:
+            self._problem = self._problem or problem or "it names no tool"
+            return
+        problem = problem or self._open.problem or self._misfit(self._open)
+        if problem:
+            self._withdraw()
+            self._problem = problem
+            return
+        if is_repaired:
+            self._tell(CallPiece(self._next_index, is_repaired=True))
+        self._open = None
+        self._next_index += 1
+        self.good_count += 1
+        self._source.recorded()
+
+    def whole(
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+    ) -> None:
+        texts, is_repaired = {}, False
+        if not problem and self.offers(name):
+            try:
+                for argument in arguments:
+                    if argument.name in texts:
+                        problem = f"it has the argument {argument.name[:64]!r} twice"
+                    read = self._walk(name).read(argument, is_python=is_python)
+                    texts[argument.name] = read.json_text
+                    is_repaired = is_repaired or read.is_repaired
+            except TooCostly as error:
+                problem = str(error)
+        if problem:
+            self._problem = self._problem or problem
+            return
+        self.name(name)
+        self.argue(as_object(texts))
+        self.end(is_repaired=is_repaired)
+
+    def _misfit(self, call: _OpenCall) -> str:
+        """Return why the arguments are none that the tool takes."""
+        try:
+            value = strict("".join(call.arguments))
+            if not isinstance(value, dict):
+                return "its arguments are no JSON object"
+            return self._walk(call.name).check.problem(value)
+        except TooCostly as error:
+            return str(error)
+        except ValueError:
+            return "its arguments are no JSON, or nested too deep"
+
+    def _walk(self, name: str) -> ArgumentsWalk:
+        if name not in self._walks:
+            self._walks[name] = ArgumentsWalk(schema_of(self._tools[name]))
+        return self._walks[name]
+
+    def _withdraw(self) -> None:
+        """Take back what was told of the open call."""
+        if self._open is not None and self._open.is_told:
+            self._tell(CallPiece(self._next_index, is_withdrawn=True))
+            self._next_index += 1
+        self._open = None
+
+    def _tell_malformed(self) -> None:
+        if self._problem:
+            self._tell(MalformedPiece(self._source.recorded(), self._problem))
+        self._problem = ""
+
+
+class UncheckedCalls:
+    """Calls that nobody wants to hear of: where what matters is where they end."""
+
+    good_count = 0
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def begin_section(self, marker: str) -> None:
+        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
+
+    def end_section(self, *, problem: str = "") -> bool:
+        self._source.stop_recording()
+        return not problem
+
+    def offers(self, name: str) -> bool:
+        return True
+
+    def declares(self, tool: str, argument: str) -> bool:
+        return False
+
+    def start(self) -> None:
+        pass
+
+    def name(self, name: str, own_id: str = "") -> None:
+        pass
+
+    def argue(self, text: str) -> None:
+        pass
+
+    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
+        pass
+
+    def whole(
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+    ) -> None:
+        pass
+
+
+def _sendable(text: str) -> str:
+    """Return text that UTF-8 can hold: a model may write half of a surrogate pair as JSON's escape."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def decoded(string: str) -> str:
+    """Return what a JSON string says."""
+    return _sendable(str(json.loads(string)))

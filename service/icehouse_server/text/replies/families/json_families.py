@@ -1,0 +1,100 @@
+"""Families that write calls as JSON objects."""
+
+from __future__ import annotations
+
+from icehouse_server.text.replies.core.family import Family
+from icehouse_server.text.replies.notations.json_calls import JsonCalls
+from icehouse_server.text.replies.notations.several import Several
+
+_LLAMA_NOTATION = JsonCalls(
+    starts=("<|python_tag|>",),
+    ends=("<|eom_id|>", "<|eot_id|>"),
+    arguments_key="parameters",
+    is_bare=True,
+)
+
+HERMES = Family(
+    name="hermes",
+    models="Qwen 2.5, Qwen 3, Hermes 2 and 3, SmolLM3, Granite 4",
+    notation=JsonCalls(("<tool_call>",), ("</tool_call>",)),
+    call_start="<tool_call>",
+    call_end="</tool_call>",
+    shown=("<tool_call>", "</tool_call>", '"name"', '"arguments"'),
+    aliases=("json_tools",),
+)
+LLAMA = Family(
+    name="llama3",
+    models="Llama 3.1, 3.2, 3.3",
+    notation=_LLAMA_NOTATION,
+    call_start='{"name": "',
+    shown=('{"name": function name, "parameters": dictionary of argument name and its value}',),
+    tokens=("<|python_tag|>", "<|eom_id|>"),
+)
+COMMAND_A = Family(
+    name="command-a",
+    models="Command R7B, Command A",
+    notation=JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",), arguments_key="parameters", is_list=True),
+    call_start="<|START_ACTION|>",
+    call_end="<|END_ACTION|>",
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+)
+COMMAND_R = Family(
+    name="command-r",
+    models="Command R, Command R+",
+    notation=JsonCalls(
+        ("Action: ```json", "Action:```json", "Action:\n```json"),
+        ("```",),
+        arguments_key="parameters",
+        is_list=True,
+    ),
+    call_start="Action:",
+    call_end="```",
+    shown=("Write 'Action:' followed by a json-formatted list of actions", '"tool_name"', '"parameters"'),
+)
+JAMBA = Family(
+    name="jamba",
+    models="Jamba 1.5 and later",
+    notation=JsonCalls(("<tool_calls>",), ("</tool_calls>",), is_list=True),
+    call_start="<tool_calls>",
+    call_end="</tool_calls>",
+    tokens=("<tool_calls>", "</tool_calls>"),
+)
+PHI = Family(
+    name="phi4",
+    models="Phi-4-mini",
+    notation=Several(
+        JsonCalls(("<|tool_call|>",), ("<|/tool_call|>",), is_list=True),
+        JsonCalls(("functools[{", "functools [{"), is_list=True, given_back="[{"),
+    ),
+    call_start="<|tool_call|>",
+    call_end="<|/tool_call|>",
+    shown=("<|tool_call|>", "<|/tool_call|>"),
+    tokens=("<|tool_call|>", "<|/tool_call|>"),
+)
+GRANITE = Family(
+    name="granite",
+    models="Granite 3",
+    notation=Several(
+        JsonCalls(("<|tool_call|>", "<function_call>"), is_list=True),
+        JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True),
+    ),
+    call_start="<|tool_call|>",
+    shown=("<|tool_call|>",),
+    tokens=("<|tool_call|>", "<|start_of_role|>"),
+)
+FIREFUNCTION = Family(
+    name="firefunction",
+    models="FireFunction",
+    notation=JsonCalls(("<functioncall>",)),
+    call_start="<functioncall>",
+)
+HAMMER = Family(
+    name="hammer",
+    models="Hammer 2",
+    notation=JsonCalls(is_bare=True, is_list=True),
+    call_start="[",
+    shown=("please directly output an empty list", '{"name": "func_name1", "arguments": {'),
+)
+
+JSON_FAMILIES = (HERMES, LLAMA, COMMAND_A, COMMAND_R, JAMBA, GRANITE, PHI, FIREFUNCTION, HAMMER)

@@ -1,0 +1,1 @@
+"""Notations of tool calls, each read as it comes."""

@@ -1,0 +1,255 @@
+"""Calls in tags: each argument between an opening and a closing tag, its value written without a type.
+
+A closing tag inside a value is a part of it. A value ends at the tag behind which the rest is structure
+again: the next argument, or the end of the call with nothing but white space, another call or the end of
+the output behind it. Tags of arguments that open inside a value close inside it. Where text follows the end
+of a call, more of the value may follow as well, so it is held back until the output ends; if two readings
+remain then, it is malformed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import regex
+
+from icehouse_server.text.replies.core.calls import Calls
+from icehouse_server.text.values.schema_walk import Argument
+from icehouse_server.text.values.source import Malformed, Reading, Source
+
+_GAP = r"\s{0,200}"
+_TEXT_TYPES = frozenset({"string", "true"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TagCalls:
+    """The notation, by its tags. Patterns are of the package `regex`, and bound what repeats in them."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    call_open: str
+    """A pattern with a group `name`."""
+    call_close: str
+    """Empty where the end of the section is the end of its one call."""
+    argument_open: str
+    """A pattern with a group `name`, and a group `type` where the tag says whether the value is a string."""
+    value_open: str
+    """How the tag that opens a value begins: what else of its kind stands in a value is a part of it."""
+    argument_close: str
+    has_line_breaks: bool = False
+    """A line break behind the opening tag and one before the closing tag are not the value's."""
+    is_python: bool = False
+    """The family spells True, False and None."""
+    begins_with_call: bool = False
+    """The start is the beginning of the first call's tag."""
+    has_cdata: bool = False
+    """Values with markup in them stand in <![CDATA[…]]>."""
+
+    def begins(self, source: Source, calls: Calls) -> Reading[bool]:
+        yield from ()
+        return False
+
+    def continues(self, source: Source) -> Reading[bool]:
+        if self.begins_with_call:
+            return True
+        return (yield from source.ahead(_patterns(self).call_open)) is not None
+
+    def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
+        """Read what follows the start."""
+        if self.begins_with_call:
+            source.give_back(marker)
+        count = 0
+        while True:
+            opening = yield from source.ahead(_patterns(self).call_open)
+            if opening is None:
+                if count and not self.ends:
+                    return
+                if not count and self.begins_with_call:
+                    source.take(len(marker))
+                yield from source.space()
+                if (yield from source.accepts(*self.ends)):
+                    if not count:
+                        calls.end(problem="there is no call in it")
+                    return
+                has_ended = not (yield from source.peek())
+                if count and has_ended:
+                    return
+                raise Malformed("the output ended inside it" if has_ended else "it names no tool")
+            calls.start()
+            source.take(opening.end())
+            yield from self._call(source, calls, opening["name"].strip())
+            count += 1
+
+    def _call(self, source: Source, calls: Calls, name: str) -> Reading[None]:
+        """Read the arguments and the end of a call."""
+        arguments: list[Argument] = []
+        while True:
+            opening = yield from source.ahead(_patterns(self).argument_open)
+            if opening is not None:
+                source.take(opening.end())
+                text = yield from self._value(source, calls, name)
+                kind = opening.groupdict().get("type")
+                is_text = None if kind is None else kind in _TEXT_TYPES
+                arguments.append(Argument(opening["name"].strip(), self._bare(text), is_text))
+                continue
+            yield from source.space()
+            is_over = (
+                (yield from source.accepts(self.call_close))
+                if self.call_close
+                else (yield from source.sees(*self.ends))
+            )
+            if is_over:
+                break
+            has_ended = not (yield from source.peek())
+            raise Malformed("the output ended inside it" if has_ended else "its tags do not balance")
+        calls.whole(name, arguments, is_python=self.is_python)
+
+    def _bare(self, text: str) -> str:
+        """Return a value without what the notation puts around it."""
+        if self.has_cdata and (match := _CDATA.fullmatch(text)) is not None:
+            return str(match[1])
+        if self.has_line_breaks:
+            text = text.removeprefix("\n").removesuffix("\n")
+        return text
+
+    def _value(self, source: Source, calls: Calls, tool: str) -> Reading[str]:
+        """Read a value and its closing tag."""
+        value = _Value()
+        while True:
+            tag = yield from source.until((self.value_open, self.argument_close), value.add)
+            if not tag:
+                return value.decided(source, self.argument_close)
+            if tag == self.argument_close:
+                follows = yield from self._follows(source)
+                if follows and not value.depth and not follows.is_loose:
+                    return value.text
+                if follows:
+                    value.note_end(is_balanced=not value.depth)
+                value.depth = max(0, value.depth - 1)
+            else:
+                value.depth += 1
+                name = yield from self._name_of(source, value, tag)
+                value.is_odd = value.is_odd or calls.declares(tool, name)
+            value.add(tag)
+
+    def _name_of(self, source: Source, value: _Value, tag: str) -> Reading[str]:
+        """Return the name of the argument that a tag inside a value opens, "" for none."""
+        if self.argument_open.endswith(tag):
+            found = _patterns(self).named_before.search(value.tail + tag)
+        else:
+            found = yield from source.ahead(_patterns(self).tag_name)
+        return "" if found is None else str(found["name"]).strip()
+
+    def _follows(self, source: Source) -> Reading[_Follows | None]:
+        """Tell what kind of structure follows a closing tag; None for none."""
+        patterns = _patterns(self)
+        match = yield from source.ahead(patterns.strict)
+        # Whether the output was cut off is known only now, where its end was waited for.
+        if match is not None and (not source.is_cut or patterns.cut.match(source.rest) is not None):
+            return _Follows(is_loose=False)
+        if (yield from source.ahead(patterns.loose)) is not None:
+            return _Follows(is_loose=True)
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Follows:
+    is_loose: bool
+
+
+_TAIL_LENGTH = 500
+"""Characters that the tag with an argument's name takes at most."""
+
+
+class _Value:
+    """A value whose end is looked for. `depth` counts tags of arguments that are open inside it."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._length = 0
+        self.depth = 0
+        self.is_odd = False
+        """An argument that the tool knows opens inside it: a closing tag may be missing."""
+        self._ends: list[tuple[int, bool]] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    @property
+    def tail(self) -> str:
+        """What was read of it last."""
+        return "".join(self._parts[-_TAIL_LENGTH:])[-_TAIL_LENGTH:]
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+        self._length += len(text)
+
+    def note_end(self, *, is_balanced: bool) -> None:
+        """Note that the value could end before what comes next."""
+        self._ends.append((self._length, is_balanced))
+
+    def decided(self, source: Source, closing: str) -> str:
+        """Return the value once the output has ended, and give back what is behind it."""
+        if not self._ends or source.is_cut:
+            raise Malformed("the output ended inside an argument")
+        if len(self._ends) > 1:
+            raise Malformed("an argument could end in several places")
+        [(length, is_balanced)] = self._ends
+        if self.is_odd and not is_balanced:
+            raise Malformed("its tags do not balance")
+        text = self.text
+        source.give_back(text[length + len(closing) :])
+        return text[:length]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Patterns:
+    """What a notation looks for, compiled."""
+
+    call_open: Any
+    argument_open: Any
+    tag_name: Any
+    """The name in a tag that opens a value, behind its beginning."""
+    named_before: Any
+    """The name in a tag of its own before the one that opens a value."""
+    strict: Any
+    """Structure behind a closing tag, with nothing else behind it."""
+    cut: Any
+    """The same where the output was cut off: its end says nothing."""
+    loose: Any
+    """The end of a call."""
+
+
+_CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
+
+
+@functools.cache
+def _patterns(notation: TagCalls) -> _Patterns:
+    starts = _any_of(*notation.starts)
+    ends = _any_of(*notation.ends)
+    argument, call = _unnamed(notation.argument_open), _unnamed(notation.call_open)
+    close = regex.escape(notation.call_close)
+    behind = rf"{ends}\s{{0,999}}(?:{starts}"
+    another = rf"{call}|" if notation.call_close else ""
+    unended = "|$" if notation.call_close else ""
+    return _Patterns(
+        call_open=regex.compile(_GAP + notation.call_open),
+        argument_open=regex.compile(_GAP + notation.argument_open),
+        tag_name=regex.compile(r"""["']?(?P<name>[^"'<>\s]{1,200})"""),
+        named_before=regex.compile(rf"{notation.argument_open}$"),
+        strict=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind}|$){unended}))"),
+        cut=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind})))"),
+        loose=regex.compile(rf"{_GAP}{close}{_GAP}{ends}"),
+    )
+
+
+def _any_of(*texts: str) -> str:
+    return f"(?:{'|'.join(map(regex.escape, texts))})"
+
+
+def _unnamed(pattern: str) -> str:
+    """Return a pattern without the names of its groups, so that it can stand in another one."""
+    return str(regex.sub(r"\(\?P<\w+>", "(?:", pattern))

@@ -1,0 +1,288 @@
+"""Recognition of a model's replies: which family they are of, from what its chat template renders.
+
+Calls that we know are given to the template as a past turn. The family whose reader reads them back from
+what comes out is the model's: no word is looked for in the template's source. Where the template writes no
+calls, what it says of them in a prompt that offers tools counts, then the vocabulary's own tokens, and last
+what the tokenizer's configuration names. Markers of reasoning are what stands around a thought that is
+rendered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
+from icehouse_server.errors import InvalidRequest
+from icehouse_server.text.replies.core.family import Family
+from icehouse_server.text.replies.core.marked_reply import MarkedReply
+from icehouse_server.text.replies.core.reply_format import Layout, ReplyFormat
+from icehouse_server.text.replies.families.registry import FAMILIES
+from icehouse_server.text.replies.reader import ReplySplitter
+
+# Words that no template contains, to be found again in what it writes.
+_ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
+_ARGUMENTS = '{"qzwordqz": "qzvalueqz", "qznumberqz": 71}'
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "qzwordqz": {"type": "string", "description": "qzwordaboutqz"},
+        "qznumberqz": {"type": "integer", "description": "qznumberaboutqz"},
+    },
+    "required": ["qzwordqz", "qznumberqz"],
+}
+_TOOLS = tuple(Tool(name, "qzaboutqz", _PARAMETERS) for name in ("qzfirstqz", "qzsecondqz"))
+
+KNOWN_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|thought_start|>", "<|thought_end|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+"""Markers that are looked for where the template shows no thoughts of past turns."""
+
+_TAG_BEFORE = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])\s*$")
+_TAG_BEHIND = re.compile(r"\s*(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])")
+_WORDS = re.compile(r"[a-z]{3,}")
+_SIDES = {"start", "end", "begin", "open", "close"}
+
+
+class Template(Protocol):
+    """A chat template, which refuses with InvalidRequest."""
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        adds_generation_prompt: bool = False,
+    ) -> str:
+        """Return what it writes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a tokenizer knows."""
+
+    tokens: Collection[str]
+    added: Collection[str]
+    """Those that are whole tokens by decree, special or not."""
+    special: Collection[str]
+    """Those that decoding hides when told to hide special tokens."""
+    parser_name: str = ""
+    """`tool_parser_type` of tokenizer_config.json."""
+
+
+def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> ReplyFormat:
+    """Return how the replies of a model are to be read; `template` is None where it has none."""
+    probe = _Probe(template)
+    thoughts, seen_in = _thoughts(probe, vocabulary)
+    family, found_by = _family(probe, vocabulary, thoughts)
+    evidence = []
+    layout: Layout = MarkedReply(*thoughts)
+    if family is not None:
+        evidence.append(f"calls as {family.name}: {found_by}")
+        layout = family.layout_of(*thoughts)
+        if family.layout is not None:
+            thoughts, seen_in = family.thoughts, found_by
+    if thoughts[0]:
+        evidence.append(f"reasoning from {thoughts[0]} to {thoughts[1]}: {seen_in}")
+    return ReplyFormat(
+        layout,
+        family="" if family is None else family.name,
+        evidence=tuple(evidence),
+        unread_markers=_unread(vocabulary, has_calls=family is not None, thinks=bool(thoughts[0])),
+        think_start=thoughts[0],
+        think_end=thoughts[1],
+        call_start="" if family is None else family.call_start,
+        call_end="" if family is None else family.call_end,
+        hides_markers=_contains(layout.markers, vocabulary.special),
+        hides_call_markers=family is not None and _contains(family.call_markers, vocabulary.special),
+        is_always_read=family is not None and (family.layout is not None or bool(family.dropped)),
+    )
+
+
+_LIKE_CALLS = re.compile(r"tool_?call|function_?call|call_start|python_tag|action", re.IGNORECASE)
+_LIKE_THOUGHTS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
+
+
+def _unread(vocabulary: Vocabulary, *, has_calls: bool, thinks: bool) -> tuple[str, ...]:
+    """Return tokens that look like markers of what nothing reads."""
+    return tuple(
+        sorted(
+            token
+            for token in vocabulary.added
+            if (not has_calls and _LIKE_CALLS.search(token)) or (not thinks and _LIKE_THOUGHTS.search(token))
+        )
+    )
+
+
+class _Probe:
+    """Texts of a template; "" for what it refuses or where there is none."""
+
+    def __init__(self, template: Template | None) -> None:
+        self._template = template
+
+    def render(
+        self, *answers: ChatMessage, tools: Sequence[Tool] = (), adds_generation_prompt: bool = False
+    ) -> str:
+        if self._template is None:
+            return ""
+        try:
+            return self._template.text(
+                [ChatMessage("user", _ASKED), *answers],
+                tools=tools,
+                adds_generation_prompt=adds_generation_prompt,
+            )
+        except InvalidRequest:
+            return ""
+
+    def reply(self, answer: ChatMessage, *, tools: Sequence[Tool] = ()) -> str:
+        """Return what is written of an answer, from where the prompt for it ends to the end of its turn."""
+        whole = self.render(answer, tools=tools)
+        asked = self.render(tools=tools)
+        prompt = self.render(tools=tools, adds_generation_prompt=True)
+        header = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        if prompt and whole.startswith(prompt):
+            return whole[len(prompt) :]
+        begun = whole[len(asked) :] if asked and whole.startswith(asked) else whole[whole.rfind(_ASKED) :]
+        place = begun.find(header) if header else -1
+        return begun[place + len(header) :] if place >= 0 else begun.removeprefix(_ASKED)
+
+    @property
+    def turn_end(self) -> str:
+        """What ends an assistant's turn."""
+        text = self.render(ChatMessage("assistant", _ANSWERED))
+        return text[text.rfind(_ANSWERED) + len(_ANSWERED) :] if _ANSWERED in text else ""
+
+    @property
+    def offer(self) -> str:
+        """What a prompt says of tools, where they are offered."""
+        without, with_tools = self.render(), self.render(tools=_TOOLS)
+        return "" if without == with_tools else with_tools
+
+
+def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], str]:
+    """Return the markers of reasoning, and where they were seen."""
+    for answer in (
+        ChatMessage("assistant", _ANSWERED, reasoning=_THOUGHT),
+        ChatMessage("assistant", "", reasoning=_THOUGHT, tool_calls=_calls(1)),
+    ):
+        found = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
+        if found[0]:
+            return found, "the chat template writes thoughts so"
+    header = probe.render(adds_generation_prompt=True)
+    header = header[header.rfind(_ASKED) :]
+    for start, end in KNOWN_THOUGHTS:
+        if start in header:
+            return (start, end), "the chat template begins a reply so"
+    for start, end in KNOWN_THOUGHTS:
+        if start in vocabulary.tokens and end in vocabulary.tokens:
+            return (start, end), "the vocabulary has them"
+    said = probe.offer or probe.render()
+    for start, end in KNOWN_THOUGHTS:
+        if start in said and end in said:
+            return (start, end), "the prompt asks for them"
+    return ("", ""), ""
+
+
+def _around(text: str) -> tuple[str, str]:
+    """Return the markers around a thought; empty where it stands in none."""
+    place = text.rfind(_THOUGHT)
+    if place < 0:
+        return "", ""
+    before, behind = text[:place].rstrip(), text[place + len(_THOUGHT) :].lstrip()
+    for start, end in KNOWN_THOUGHTS:
+        if before.endswith(start) and behind.startswith(end):
+            return start, end
+    start_tag, end_tag = _TAG_BEFORE.search(before[-80:]), _TAG_BEHIND.match(behind)
+    if start_tag is None or end_tag is None:
+        return "", ""
+    words = [set(_WORDS.findall(tag[1].lower())) - _SIDES for tag in (start_tag, end_tag)]
+    return (start_tag[1], end_tag[1]) if words[0] & words[1] else ("", "")
+
+
+_ID_FORMS = ("{index:09d}", "functions.{name}:{index}")
+"""Mistral's templates take ids of nine characters only; Kimi's write the id and no name."""
+
+
+def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(id_form.format(index=index, name=tool.name), tool.name, _ARGUMENTS)
+        for index, tool in enumerate(_TOOLS[:count])
+    )
+
+
+def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family | None, str]:
+    """Return the family that the calls are of, and how that was found."""
+    turn_end = probe.turn_end
+    for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
+        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
+        reply = probe.reply(answer, tools=_TOOLS)
+        reply = reply.removesuffix(turn_end)
+        read = [(family, _reads(family, reply, thoughts, count)) for family in FAMILIES]
+        # A notation that leaves nothing over is meant, and not one that ends earlier.
+        for wanted in (_Read.ALL, _Read.SOME):
+            if (found := next((family for family, what in read if what is wanted), None)) is not None:
+                return found, "the chat template writes calls so"
+    offer = probe.offer
+    for family in FAMILIES:
+        if family.shown and all(part in offer for part in family.shown):
+            return family, "the prompt that offers tools asks for them so"
+    for family in FAMILIES:
+        if family.tokens and all(token in vocabulary.tokens for token in family.tokens):
+            return family, f"the vocabulary has {' and '.join(family.tokens)}"
+    for family in FAMILIES:
+        if vocabulary.parser_name in (family.name, *family.aliases):
+            return family, "the tokenizer's configuration names it"
+    return None, ""
+
+
+class _Read(enum.Enum):
+    """What of a past turn a family's reader reads."""
+
+    NOTHING = enum.auto()
+    SOME = enum.auto()
+    """The calls, and there is more."""
+    ALL = enum.auto()
+
+
+def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
+    """Return whether the family's reader finds the calls that the template was given, and no others."""
+    if not reply:
+        return _Read.NOTHING
+    format = ReplyFormat(family.layout_of(*thoughts))
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
+        for tool in _TOOLS
+    ]
+    splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
+    told = [*splitter.push(reply), *splitter.finish()]
+    pieces = [piece for piece in told if isinstance(piece, CallPiece)]
+    if splitter.good_count != count or any(piece.is_withdrawn or piece.is_repaired for piece in pieces):
+        return _Read.NOTHING
+    for index in range(count):
+        own = [piece for piece in pieces if piece.index == index]
+        text = "".join(piece.arguments_json for piece in own)
+        if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
+            return _Read.NOTHING
+    is_all = all(piece.text.isspace() for piece in told if isinstance(piece, TextPiece | MalformedPiece))
+    return _Read.ALL if is_all else _Read.SOME
+
+
+def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:
+    return any(part in text for text in texts if text for part in parts if part)

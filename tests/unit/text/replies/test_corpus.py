@@ -1,0 +1,47 @@
+"""The corpus: replies of every family as they are written, and what they say, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.chat.notations import WRITERS
+from tests.fixtures.chat.reply_pieces import cut_at, events, in_pieces, read
+from tests.unit.text.replies.test_families import TOOLS
+
+FOLDER = Path(__file__).parent / "corpus"
+CORPUS: dict[str, list[dict[str, Any]]] = {
+    file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))
+}
+REPLIES = [
+    pytest.param(family, reply, id=f"{family}: {reply['about']}")
+    for family, replies in CORPUS.items()
+    for reply in replies
+]
+
+
+def test_every_family_has_ten_replies() -> None:
+    assert sorted(CORPUS) == sorted(WRITERS)
+    assert all(len(replies) >= 10 for replies in CORPUS.values())
+
+
+@pytest.mark.parametrize(("family", "reply"), REPLIES)
+def test_a_reply_says_what_it_says_in_any_pieces(family: str, reply: dict[str, Any]) -> None:
+    text = reply["text"]
+    random_cut = cut_at(text, random.Random(len(text)).sample(range(10_000), 9))
+    for pieces in ([text], *(in_pieces(text, size) for size in (1, 2, 3, 7)), random_cut):
+        assert events(read(WRITERS[family].format, pieces, TOOLS)) == reply["events"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "reply"), REPLIES)
+def test_no_part_of_a_reply_is_told_as_the_whole(family: str, reply: dict[str, Any]) -> None:
+    whole = [event[1:] for event in reply["events"] if event[0] in ("call", "repaired")]
+    for stop in range(len(reply["text"])):
+        found = events(read(WRITERS[family].format, [reply["text"][:stop]], TOOLS, is_cut=True))
+        told = [event[1:] for event in found if event[0] in ("call", "repaired")]
+        assert told == whole[: len(told)], reply["text"][:stop]
