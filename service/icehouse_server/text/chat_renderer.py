@@ -27,9 +27,10 @@ CommonTokens = Callable[[Sequence[str]], int]
 _ARGUMENT, _ID = "qzargumentqz", "000000000"
 
 
-def _example_call(arguments_json: str) -> ChatMessage:
+def _example_call(format: ReplyFormat, arguments_json: str) -> ChatMessage:
     """Return a call for the template to write; its name and arguments stand for those of the tools."""
-    return ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments_json),))
+    own_id = format.id_form.format(name=_NAME, index=0) or _ID
+    return ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class ChatRenderer:
         tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
         call_form = None
         if conversation.constrains_calls:
-            shown = self._text(conversation, [*messages, _example_call("{}")])
+            shown = self._text(conversation, [*messages, _example_call(self.format, "{}")])
             call_form = call_form_of(conversation, self.format, shown=shown, opening=opening)
         return RenderedChat(tuple(tokens), opening, is_reasoning, call_form)
 
@@ -124,7 +125,7 @@ class ChatRenderer:
         start = self.format.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
-            text = self._text(conversation, [*messages, _example_call(arguments)])
+            text = self._text(conversation, [*messages, _example_call(self.format, arguments)])
             if not text.startswith(base):
                 base = begun
             if text.startswith(base):

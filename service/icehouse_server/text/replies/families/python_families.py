@@ -10,6 +10,7 @@ from icehouse_server.text.replies.notations.several import Several
 
 LFM = Family(
     name="lfm2",
+    tested_with="LFM2.5-VL-450M",
     models="LFM2, LFM2.5",
     notation=Several(
         JsonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_list=True, is_foreign=True),
@@ -22,6 +23,7 @@ LFM = Family(
 )
 MINICPM = Family(
     name="minicpm3",
+    tested_with="MiniCPM3-4B",
     models="MiniCPM3",
     notation=PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_list=False),
     call_start="<|tool_call_start|>",

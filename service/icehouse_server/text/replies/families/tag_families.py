@@ -44,6 +44,7 @@ _DSML = "｜DSML｜"
 
 QWEN_TAGS = Family(
     name="qwen-tags",
+    tested_with="Qwen3.5-4B",
     models="Qwen3-Coder, Qwen 3.5",
     notation=Several(JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True), _QWEN),
     call_start="<tool_call>",
@@ -53,6 +54,7 @@ QWEN_TAGS = Family(
 )
 GLM = Family(
     name="glm",
+    tested_with="GLM-5.1",
     models="GLM 4.5 to 5, Laguna",
     notation=Several(JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True), _GLM),
     call_start="<tool_call>",
