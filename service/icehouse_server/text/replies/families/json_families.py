@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.notations.json_calls import JsonCalls
+from icehouse_server.text.replies.notations.python_calls import PythonCalls
 from icehouse_server.text.replies.notations.several import Several
 
 _LLAMA_NOTATION = JsonCalls(
@@ -29,7 +30,7 @@ LLAMA = Family(
     tested_with="Llama-3.1-8B-Instruct, Llama-3.2-11B-Vision-Instruct",
     models="Llama 3.1, 3.2, 3.3",
     is_strict=True,
-    notation=_LLAMA_NOTATION,
+    notation=Several(_LLAMA_NOTATION, PythonCalls(is_bare=True)),
     call_start='{"name": "',
     shown=('{"name": function name, "parameters": dictionary of argument name and its value}',),
     tokens=("<|python_tag|>", "<|eom_id|>"),

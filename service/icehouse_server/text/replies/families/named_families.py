@@ -14,6 +14,7 @@ MISTRAL = Family(
     is_strict=True,
     notation=Several(
         NamedJson(("[TOOL_CALLS]",), name_end="[ARGS]", id_start="[CALL_ID]"),
+        NamedJson(("[TOOL_CALLS]",), name_end="", name_pattern=r"[\w.\-]{1,200}(?=\s{0,9}\{)"),
         JsonCalls(("[TOOL_CALLS]",), is_list=True, has_late_id=True),
     ),
     call_start="[TOOL_CALLS]",

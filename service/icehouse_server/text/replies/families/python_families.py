@@ -33,7 +33,10 @@ MINICPM = Family(
 LLAMA4 = Family(
     name="llama4",
     models="Llama 4, Llama 3.2 (1B, 3B) with lists of calls",
-    notation=PythonCalls(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+    notation=Several(
+        PythonCalls(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+        JsonCalls(("<|python_start|>",), ("<|python_end|>",), arguments_key="parameters"),
+    ),
     call_start="[",
     shown=("[func_name1(params_name1=params_value1",),
     tokens=("<|python_start|>", "<|python_end|>"),
