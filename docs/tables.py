@@ -9,6 +9,7 @@ from pathlib import Path
 
 from icehouse_server.cli.flags import value_text
 from icehouse_server.config import SETTINGS
+from icehouse_server.text.replies.families.registry import FAMILIES
 
 _WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/ways.json"
 """What the contract test of mlx-lm's architectures says of each."""
@@ -20,6 +21,25 @@ _WAY_NAMES: Mapping[str, str] = {
     "alone": "Each sequence a pass of its own",
     "not_built": "Not tried here",
 }
+
+
+def reply_families() -> str:
+    """Return the families of models by the notation of their calls."""
+    lines = [
+        "| `calls` | models | a call of `f` begins with | strict arguments | tried with the template of |",
+        "|---|---|---|---|---|",
+    ]
+    for family in sorted(FAMILIES, key=lambda family: family.name):
+        begin, strict = _code(family.call_start.strip()), "yes" if family.is_strict else "no"
+        tested_with = family.tested_with or "our own"
+        lines.append(f"| `{family.name}` | {family.models} | {begin} | {strict} | {tested_with} |")
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """Return a text as code in a cell of a table."""
+    shown = text.replace("|", "\\|")
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 
 def settings() -> str:

@@ -21,7 +21,7 @@ EXAMPLE_NAME = "qzcalledqz"
 
 _EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
 _ANY_ARGUMENTS = '{"type": "object"}'
-_CLOSINGS = ("", "}", "}]", "]")
+_CLOSINGS = ("}]", "}", "]", "")
 """What may follow the arguments in notations whose calls have no end of their own."""
 
 

@@ -29,9 +29,10 @@ CommonTokens = Callable[[Sequence[str]], int]
 _ARGUMENT, _ID = "qzargumentqz", "000000000"
 
 
-def _example_call(arguments_json: str) -> ChatMessage:
+def _example_call(format: ReplyFormat, arguments_json: str) -> ChatMessage:
     """Return a call for the template to write; its name and arguments stand for those of the tools."""
-    return ChatMessage("assistant", "", tool_calls=(ToolCall(_ID, _NAME, arguments_json),))
+    own_id = format.id_form.format(name=_NAME, index=0) or _ID
+    return ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class ChatRenderer:
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
         """Return the conversation's text with a call behind it."""
         traits = self.template.traits(has_tools=bool(conversation.tools))
-        messages = [*conversation.messages, _example_call(arguments_json)]
+        messages = [*conversation.messages, _example_call(self.format, arguments_json)]
         return self._text(conversation, fit(messages, traits))
 
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:

@@ -12,6 +12,8 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.structured_output.compiler import GrammarCompiler
 
 from tests.fixtures.chat.families import ALTERNATING, CLOCK, THINKING, WEATHER, render, tokenizer_of, turns
+from tests.fixtures.chat.family_templates import template_of
+from tests.fixtures.chat.notations import BY_NAME
 from tests.fixtures.models.chat_templates import Family
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -113,3 +115,21 @@ def test_a_notation_without_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
         tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))
     assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "tools[1].strict")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_family_that_is_said_to_be_strict_is(name: str) -> None:
+    tokenizer = tokenizer_of(Family(template_of(name)))
+    conversation = Conversation(ASKED, tools=(CLOCK, STRICT))
+    if not BY_NAME[name].is_strict:
+        with pytest.raises(InvalidRequest, match="does not write their arguments as JSON"):
+            tokenizer.render_chat(conversation)
+        return
+    form = tokenizer.render_chat(conversation).call_form
+    assert form is not None
+    splitter = tokenizer.reply_splitter(conversation, tokenizer.render_chat(conversation), make_call_id=str)
+    assert splitter is not None
+    tag = form.tags[1]
+    pieces = [*splitter.push(f'{tag.begin}{{"city": "Oslo"}}{tag.end}'), *splitter.finish()]
+    assert all(isinstance(piece, CallPiece) and not piece.is_repaired for piece in pieces)
+    assert splitter.good_count == 1

@@ -110,6 +110,7 @@ def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> Repl
         think_end=thoughts[1],
         call_start="" if family is None else family.call_start,
         call_end="" if family is None else family.call_end,
+        id_form="" if family is None else family.id_form,
         hides_markers=_contains(layout.markers, vocabulary.special),
         hides_call_markers=family is not None and _contains(family.call_markers, vocabulary.special),
         is_always_read=family is not None and (family.layout is not None or bool(family.dropped)),

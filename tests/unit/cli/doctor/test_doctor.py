@@ -21,6 +21,7 @@ from icehouse_server.config import (
     ServerConfig,
 )
 
+from tests.fixtures.models.chat_templates import HEADERS, THINKING, write_family
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.storage_thread import StorageThread
 from tests.unit.rpc.conftest import running
@@ -97,6 +98,25 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
     assert doctor.check_model(with_model("./absent")).verdict is Verdict.FAIL
     assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
+
+
+def test_how_replies_are_read_is_told_with_what_it_was_found_by(tmp_path: Path) -> None:
+    assert doctor.check_replies(with_model("org/name")).verdict is Verdict.OK
+    folder = write_family(tmp_path / "thinking", THINKING)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    check = doctor.check_replies(with_model(folder))
+    assert (
+        check.verdict is Verdict.OK and "calls as hermes: the chat template writes calls so" in check.detail
+    )
+    strange = dataclasses.replace(
+        HEADERS, template="{{ messages[0].content }}", tokens=(("<qzthink>", True),)
+    )
+    folder = write_family(tmp_path / "strange", strange)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    check = doctor.check_replies(with_model(folder))
+    assert check.verdict is Verdict.WARN and "<qzthink>" in check.advice
+    (folder / "tokenizer.json").write_text("{")
+    assert doctor.check_replies(with_model(folder)).verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize("missing", ["mlx_vlm", "PIL"])

@@ -319,6 +319,8 @@ async def test_models_are_listed_and_described(served: RunningServer) -> None:
     assert (await served.models.GetModel(model_messages.GetModelRequest())).model == model
     assert (model.id, model.context_tokens) == (MODEL_INFO.model_id, MODEL_INFO.context_token_limit)
     assert model.cache_classes == ["KVCache"] and model.has_chat_template
+    assert (model.reply_format.calls, list(model.reply_format.evidence)) == ("hermes", ["calls: so"])
+    assert model.reply_format.reasoning_end == "</think>" and model.reply_format.unread_markers == ["<qz>"]
     missing = await refused(served.models.GetModel(model_messages.GetModelRequest(model="other")))
     assert (missing.code, missing.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import logprobs_pb2, usage_pb2
+from icehouse.v1 import logprobs_pb2, tool_pb2, usage_pb2
 from icehouse_server.rpc.services.reply_sum import ReplySum
 
 
@@ -57,6 +57,22 @@ def test_one_output_is_not_listed_unless_it_was_asked_for() -> None:
     encoded = added(completion_count=1).response([usage_pb2.CacheReport()], lists_completions=False)
     answer = inference.GenerateResponse.FromString(encoded.data)
     assert list(answer.logprobs) == entries(3) and not answer.completions
+
+
+def test_a_call_is_put_together_of_its_pieces() -> None:
+    total = ReplySum(completion_count=1)
+    for piece in (
+        tool_pb2.ToolCallDelta(index=0, id="a", name="f"),
+        tool_pb2.ToolCallDelta(index=0, arguments_json="{"),
+        tool_pb2.ToolCallDelta(index=0, arguments_json="}"),
+        tool_pb2.ToolCallDelta(index=0, repaired=True),
+        tool_pb2.ToolCallDelta(index=1, id="b", name="g"),
+        tool_pb2.ToolCallDelta(index=1, withdrawn=True),
+    ):
+        total.add([inference.StreamResponse(delta=inference.Delta(tool_call=piece))])
+    encoded = total.response([usage_pb2.CacheReport()], lists_completions=False)
+    [call] = inference.GenerateResponse.FromString(encoded.data).tool_calls
+    assert call == tool_pb2.ToolCall(id="a", name="f", arguments_json="{}", repaired=True)
 
 
 def test_log_probabilities_wait_as_bytes() -> None:

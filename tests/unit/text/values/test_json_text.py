@@ -72,8 +72,9 @@ def test_brackets_are_closed_where_the_end_follows() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", '{"a"', '{"a": ', '{"a": 1', '"a', "[1 2]", "{1: 2}", "01", "1.", "-", "+1", "NaN", "True", "tru",
-     "[,]", '{"a": 1, "b"}', '"\\x"', '"\\u12"', "[}", "1 2", "nan", "'a'", "[" * 300 + "]" * 300, "9" * 5000],
+    ["", "{", '{"a"', '{"a": ', '{"a": 1', '"a', "[1 2]", "{1: 2}", "01", "1.", "-", "+1", "NaN", "True",
+     "tru", "[,]", '{"a": 1, "b"}', '"\\x"', '"\\u12"', "[}", "1 2", "nan", "'a'", "[" * 300 + "]" * 300,
+     "9" * 5000],
 )  # fmt: skip
 def test_anything_else_is_malformed(text: str) -> None:
     with pytest.raises(Malformed):

@@ -65,7 +65,8 @@ def test_it_says_what_does_not_fit(schema: dict[str, Any], good: Any, bad: Any) 
 )
 def test_a_keyword_that_is_written_wrongly_constrains_nothing(wrong: dict[str, Any]) -> None:
     schema = {"properties": {"a": wrong, "b": {"type": "null"}}}
-    for value in ("x", 1, [1], {}):
+    values: tuple[Any, ...] = ("x", 1, [1], {})
+    for value in values:
         assert problem(schema, {"a": value}) == ""
     assert "argument b" in problem(schema, {"a": 1, "b": 1})
 

@@ -49,7 +49,7 @@ class Calls(Protocol):
         ...
 
     def whole(
-        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
         """A call whose arguments have no types in its text: as `name`, `argue` and `end`."""
         ...
@@ -148,10 +148,10 @@ class CheckedCalls:
         self._source.recorded()
 
     def whole(
-        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
-        texts, is_repaired = {}, False
-        if not problem and self.offers(name):
+        texts, problem = {}, ""
+        if self.offers(name):
             try:
                 for argument in arguments:
                     if argument.name in texts:
@@ -232,7 +232,7 @@ class UncheckedCalls:
         pass
 
     def whole(
-        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, problem: str = ""
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
         pass
 

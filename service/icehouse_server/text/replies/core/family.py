@@ -33,10 +33,14 @@ class Family:
     calls."""
     tokens: tuple[str, ...] = ()
     """Tokens of a vocabulary that has no other use for them."""
+    is_strict: bool = False
+    """Its calls can be held to a schema: arguments are JSON."""
+    id_form: str = ""
+    """How the family names its calls, with {name} and {index}; empty where it takes any id."""
     aliases: tuple[str, ...] = ()
     """Names that tokenizer_config.json may give the notation as its `tool_parser_type`."""
     tested_with: str = ""
-    """Models whose chat template is among the tests."""
+    """Models whose own chat template it was found with; others were found with one written for the tests."""
 
     def layout_of(self, think_start: str, think_end: str) -> Layout:
         """Return the layout of a reply; the markers of reasoning are for text with markers in it."""

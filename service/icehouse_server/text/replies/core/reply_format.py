@@ -98,6 +98,8 @@ class ReplyFormat:
     call_start: str = ""
     """What every call begins with, as the model's template writes it."""
     call_end: str = ""
+    id_form: str = ""
+    """How the model names its calls, with {name} and {index}; empty where it takes any id."""
     hides_markers: bool = False
     """Whether plain detokenization hides markers of reasoning, which are special tokens then."""
     hides_call_markers: bool = False

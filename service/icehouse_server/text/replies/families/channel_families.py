@@ -11,6 +11,7 @@ from icehouse_server.text.replies.families.tag_families import MUSE_NOTATION
 HARMONY = Family(
     name="harmony",
     models="gpt-oss",
+    is_strict=True,
     layout=ChannelReply(
         header=regex.compile(
             r"\s{0,9}(?:<\|start\|>)?(?:assistant)?(?:\s{0,9}to=[^\s<]{1,200})?\s{0,9}"
@@ -44,6 +45,7 @@ MUSE = Family(
 FUNCTIONARY = Family(
     name="functionary",
     models="Functionary 3.2",
+    is_strict=True,
     layout=ChannelReply(
         header=regex.compile(r"(?:>>>)?(?P<name>[\w.\-]{1,200})\n"),
         message_ends=(),
@@ -58,6 +60,7 @@ FUNCTIONARY = Family(
 FUNCTIONARY_2 = Family(
     name="functionary-2",
     models="Functionary 2",
+    is_strict=True,
     layout=ChannelReply(
         header=regex.compile(
             r"\s{0,9}(?:<\|from\|>assistant\n)?(?:<\|recipient\|>)?(?P<name>[\w.\-]{1,200})\n<\|content\|>"

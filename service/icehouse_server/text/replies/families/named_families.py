@@ -9,9 +9,12 @@ from icehouse_server.text.replies.notations.several import Several
 
 MISTRAL = Family(
     name="mistral",
+    tested_with="Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407",
     models="Mistral 7B v0.3, Nemo, Small, Magistral, Devstral, Ministral",
+    is_strict=True,
     notation=Several(
         NamedJson(("[TOOL_CALLS]",), name_end="[ARGS]", id_start="[CALL_ID]"),
+        NamedJson(("[TOOL_CALLS]",), name_end="", name_pattern=r"[\w.\-]{1,200}(?=\s{0,9}\{)"),
         JsonCalls(("[TOOL_CALLS]",), is_list=True, has_late_id=True),
     ),
     call_start="[TOOL_CALLS]",
@@ -21,7 +24,9 @@ MISTRAL = Family(
 
 KIMI = Family(
     name="kimi",
+    tested_with="Kimi-K2-Thinking",
     models="Kimi K2",
+    is_strict=True,
     notation=NamedJson(
         ("<|tool_calls_section_begin|>",),
         ("<|tool_calls_section_end|>",),
@@ -33,6 +38,7 @@ KIMI = Family(
     call_start="<|tool_calls_section_begin|>",
     call_end="<|tool_calls_section_end|>",
     tokens=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+    id_form="functions.{name}:{index}",
     aliases=("kimi_k2",),
 )
 _DEEPSEEK_STARTS = ("<｜tool▁calls▁begin｜>",)
@@ -40,6 +46,7 @@ _DEEPSEEK_ENDS = ("<｜tool▁calls▁end｜>",)
 DEEPSEEK = Family(
     name="deepseek",
     models="DeepSeek V3, R1",
+    is_strict=True,
     notation=NamedJson(
         _DEEPSEEK_STARTS,
         _DEEPSEEK_ENDS,
@@ -55,6 +62,7 @@ DEEPSEEK = Family(
 DEEPSEEK_31 = Family(
     name="deepseek-v3.1",
     models="DeepSeek V3.1",
+    is_strict=True,
     notation=NamedJson(
         _DEEPSEEK_STARTS,
         _DEEPSEEK_ENDS,
@@ -69,6 +77,7 @@ DEEPSEEK_31 = Family(
 FUNCTIONARY_TAGS = Family(
     name="functionary-tags",
     models="Functionary 3.1, Llama 3.1 with functions of its own",
+    is_strict=True,
     notation=NamedJson(("<function=",), name_end=">", call_end="</function>", is_lone=True),
     call_start="<function=",
     call_end="</function>",

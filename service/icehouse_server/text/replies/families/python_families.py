@@ -10,6 +10,7 @@ from icehouse_server.text.replies.notations.several import Several
 
 LFM = Family(
     name="lfm2",
+    tested_with="LFM2.5-VL-450M",
     models="LFM2, LFM2.5",
     notation=Several(
         JsonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_list=True, is_foreign=True),
@@ -22,6 +23,7 @@ LFM = Family(
 )
 MINICPM = Family(
     name="minicpm3",
+    tested_with="MiniCPM3-4B",
     models="MiniCPM3",
     notation=PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_list=False),
     call_start="<|tool_call_start|>",
@@ -31,7 +33,10 @@ MINICPM = Family(
 LLAMA4 = Family(
     name="llama4",
     models="Llama 4, Llama 3.2 (1B, 3B) with lists of calls",
-    notation=PythonCalls(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+    notation=Several(
+        PythonCalls(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+        JsonCalls(("<|python_start|>",), ("<|python_end|>",), arguments_key="parameters"),
+    ),
     call_start="[",
     shown=("[func_name1(params_name1=params_value1",),
     tokens=("<|python_start|>", "<|python_end|>"),

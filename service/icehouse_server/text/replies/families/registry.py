@@ -8,4 +8,4 @@ from icehouse_server.text.replies.families.named_families import NAMED_FAMILIES
 from icehouse_server.text.replies.families.python_families import PYTHON_FAMILIES
 from icehouse_server.text.replies.families.tag_families import TAG_FAMILIES
 
-FAMILIES = (*CHANNEL_FAMILIES, *TAG_FAMILIES, *NAMED_FAMILIES, *JSON_FAMILIES, *PYTHON_FAMILIES)
+FAMILIES = (*CHANNEL_FAMILIES, *TAG_FAMILIES, *NAMED_FAMILIES, *PYTHON_FAMILIES, *JSON_FAMILIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.notations.json_calls import JsonCalls
 from icehouse_server.text.replies.notations.several import Several
@@ -22,6 +24,7 @@ _QWEN = TagCalls(
     has_line_breaks=True,
     is_python=True,
 )
+_QWEN_UNWRAPPED = dataclasses.replace(_QWEN, starts=("<function=",), begins_with_call=True, is_foreign=True)
 _GLM = TagCalls(
     starts=("<tool_call>",),
     ends=("</tool_call>",),
@@ -44,8 +47,9 @@ _DSML = "｜DSML｜"
 
 QWEN_TAGS = Family(
     name="qwen-tags",
+    tested_with="Qwen3.5-4B",
     models="Qwen3-Coder, Qwen 3.5",
-    notation=Several(JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True), _QWEN),
+    notation=Several(JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True), _QWEN_UNWRAPPED, _QWEN),
     call_start="<tool_call>",
     call_end="</tool_call>",
     shown=("<tool_call>", "<function=", "<parameter="),
@@ -53,6 +57,7 @@ QWEN_TAGS = Family(
 )
 GLM = Family(
     name="glm",
+    tested_with="GLM-5.1",
     models="GLM 4.5 to 5, Laguna",
     notation=Several(JsonCalls(("<tool_call>",), ("</tool_call>",), is_foreign=True), _GLM),
     call_start="<tool_call>",

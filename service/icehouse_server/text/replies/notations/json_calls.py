@@ -78,7 +78,7 @@ class JsonCalls:
             elif char and char in ",;" and count:
                 source.take(1)
                 continue
-            elif not char or (count and not ends):
+            elif not char or (count and (not ends or (yield from source.sees(*self.starts)))):
                 break
             else:
                 raise Malformed("it is no call in JSON")
@@ -123,9 +123,11 @@ class JsonCalls:
         yield from reader.read()
         yield from source.space()
         char = yield from source.peek()
-        if self.ends and char and char not in "{[,;]`" and not (yield from source.sees(*self.ends)):
+        is_closed = not self.ends or self.is_bare or bool((yield from source.sees(*self.ends)))
+        if not is_closed and char and char not in "{[,;]`" and not (yield from source.sees(*self.starts)):
             raise Malformed("something follows the call")
-        is_odd = is_odd or (bool(self.ends) and not self.is_bare and not char)
+        # What comes next is more of them, or the end of the section was forgotten.
+        is_odd = is_odd or not (is_closed or (char and char in "{[,;]`"))
         calls.end(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
 
 

@@ -44,6 +44,8 @@ class TagCalls:
     """The family spells True, False and None."""
     begins_with_call: bool = False
     """The start is the beginning of the first call's tag."""
+    is_foreign: bool = False
+    """The family writes a tag around its calls, and is understood where it forgets that."""
     has_cdata: bool = False
     """Values with markup in them stand in <![CDATA[…]]>."""
 
@@ -64,10 +66,11 @@ class TagCalls:
         while True:
             opening = yield from source.ahead(_patterns(self).call_open)
             if opening is None:
-                if count and not self.ends:
-                    return
                 if not count and self.begins_with_call:
                     source.take(len(marker))
+                is_closed = (yield from source.ahead(_patterns(self).end)) is not None
+                if count and not is_closed and (self.begins_with_call or not self.ends):
+                    return
                 yield from source.space()
                 if (yield from source.accepts(*self.ends)):
                     if not count:
@@ -104,7 +107,7 @@ class TagCalls:
                 break
             has_ended = not (yield from source.peek())
             raise Malformed("the output ended inside it" if has_ended else "its tags do not balance")
-        calls.whole(name, arguments, is_python=self.is_python)
+        calls.whole(name, arguments, is_python=self.is_python, is_repaired=self.is_foreign)
 
     def _bare(self, text: str) -> str:
         """Return a value without what the notation puts around it."""
@@ -221,6 +224,8 @@ class _Patterns:
     """The same where the output was cut off: its end says nothing."""
     loose: Any
     """The end of a call."""
+    end: Any
+    """The end of a section."""
 
 
 _CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
@@ -242,6 +247,7 @@ def _patterns(notation: TagCalls) -> _Patterns:
         named_before=regex.compile(rf"{notation.argument_open}$"),
         strict=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind}|$){unended}))"),
         cut=regex.compile(rf"{_GAP}(?:{argument}|{close}{_GAP}(?:{another}{behind})))"),
+        end=regex.compile(rf"{_GAP}{ends}"),
         loose=regex.compile(rf"{_GAP}{close}{_GAP}{ends}"),
     )
 
