@@ -40,8 +40,8 @@ from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.listing import BlockListing
-from icehouse_server.engine.prefix_cache.patience import Patience
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, recent_block
+from icehouse_server.engine.prefix_cache.timeouts import StorageTimeouts
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
 from icehouse_server.storage.messages import (
@@ -86,12 +86,12 @@ class CacheCommands:
     """Carries out commands on one prefix cache."""
 
     def __init__(
-        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], patience: Patience
+        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], timeouts: StorageTimeouts
     ) -> None:
         self._cache = cache
         self._clock = clock
         self._load_ids = load_ids
-        self._patience = patience
+        self._timeouts = timeouts
         self._early: list[tuple[float, Command]] = []
         """Since when each waits."""
         self._listing = BlockListing(cache)
@@ -140,7 +140,7 @@ class CacheCommands:
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
         """Call `reply` with all counters, the storage thread's included."""
-        may_ask = self._cache.storage is not None and not self._patience.is_stalled
+        may_ask = self._cache.storage is not None and not self._timeouts.is_stalled
         task_id = self._cache.storage.request_stats() if self._cache.storage and may_ask else None
         if task_id is None:
             reply(self._cache.stats(self._last_stats))
@@ -150,22 +150,22 @@ class CacheCommands:
     def give_up_waits(self) -> None:
         """Answer whoever has waited too long for an SSD tier that does not answer, as far as can be without.
         An order that the storage thread has is its own to end, and the caller's deadline bounds the wait."""
-        now, patience = self._clock.monotonic(), self._patience
+        now, timeouts = self._clock.monotonic(), self._timeouts
         for task_id, (since, reply) in list(self._queries.items()):
             if now - since >= _STATS_S:
                 del self._queries[task_id]
                 reply(self._cache.stats(self._last_stats))
         for load_id, (since, tell) in list(self._readings.items()):
-            if patience.is_over(since=since, load_id=load_id):
+            if timeouts.has_expired(since=since, load_id=load_id):
                 del self._readings[load_id]
-                self._patience.abandon(load_id)
+                self._timeouts.abandon(load_id)
                 tell(_storage_busy())
         for load_id, (since, command, answer) in list(self._explanations.items()):
-            if patience.is_over(since=since, load_id=load_id):
+            if timeouts.has_expired(since=since, load_id=load_id):
                 del self._explanations[load_id]
-                self._patience.abandon(load_id)
+                self._timeouts.abandon(load_id)
                 answer(self._cache.explain(command))
-        if any(patience.is_over(since=since) for since, _ in self._early):
+        if any(timeouts.has_expired(since=since) for since, _ in self._early):
             early, self._early = self._early, []
             for _, message in early:
                 if isinstance(message.command, Explain):
@@ -279,7 +279,7 @@ class CacheCommands:
     def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
         if isinstance(command, Explain):
             return self._explain(command, reply)
-        if self._patience.is_stalled and isinstance(command, _STORAGE_ORDERS):
+        if self._timeouts.is_stalled and isinstance(command, _STORAGE_ORDERS):
             raise _unanswered()
         if isinstance(command, Pin):
             return self._pin(command.prompt_token_ids, command.scope, pinned=True, reply=reply)

@@ -19,9 +19,9 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
-from icehouse_server.engine.prefix_cache.patience import Patience
 from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
+from icehouse_server.engine.prefix_cache.timeouts import StorageTimeouts
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.loads import BlockFailure, HeadsRead, Loaded, LoadFailed, LoadId
 from icehouse_server.storage.messages import (
@@ -51,8 +51,8 @@ class CacheController:
     ) -> None:
         load_ids = count(1)
         self.cache = cache
-        self._patience = Patience(cache, clock)
-        self.commands = CacheCommands(cache, clock, load_ids=load_ids, patience=self._patience)
+        self._timeouts = StorageTimeouts(cache, clock)
+        self.commands = CacheCommands(cache, clock, load_ids=load_ids, timeouts=self._timeouts)
         self._runner = runner
         self._clock = clock
         self.adopt_budget_s = adopt_budget_s
@@ -62,7 +62,7 @@ class CacheController:
         """Blocks whose arrays sequences read where they are, as long as these live."""
         self._loads: dict[LoadId, Restore] = {}
         self._load_ids = load_ids
-        self._header_fetches = HeaderFetches(cache, clock, load_ids=load_ids, patience=self._patience)
+        self._header_fetches = HeaderFetches(cache, clock, load_ids=load_ids, timeouts=self._timeouts)
         self._look_time = 0.0
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
@@ -148,13 +148,13 @@ class CacheController:
         given_up = self._header_fetches.give_up()
         for load_id, restore in list(self._loads.items()):
             token_count = restore.plan.token_count
-            if self._patience.is_over(since=restore.asked_time, token_count=token_count, load_id=load_id):
+            if self._timeouts.has_expired(since=restore.asked_time, token_count=token_count, load_id=load_id):
                 del self._loads[load_id]
-                self._patience.abandon(load_id)
+                self._timeouts.abandon(load_id)
                 restore.with_ssd = False
                 given_up += self._give_up(restore)
         self.commands.give_up_waits()
-        self._patience.look()
+        self._timeouts.look()
         return given_up
 
     def leave_cores(self, *, to_decode: bool) -> None:
@@ -298,7 +298,7 @@ class CacheController:
     @property
     def is_stalled(self) -> bool:
         """Whether the storage thread hangs, so that nothing is written, removed or counted."""
-        return self._patience.is_stalled
+        return self._timeouts.is_stalled
 
     @property
     def leaving_bytes(self) -> int:

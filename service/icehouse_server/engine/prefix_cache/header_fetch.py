@@ -14,7 +14,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.patience import Patience
+from icehouse_server.engine.prefix_cache.timeouts import StorageTimeouts
 from icehouse_server.storage.loads import HeadsRead, LoadId
 
 
@@ -34,12 +34,12 @@ class HeaderFetches:
     """Prompts that wait for the first inventory, or for headers that are being read."""
 
     def __init__(
-        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], patience: Patience
+        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], timeouts: StorageTimeouts
     ) -> None:
         self._cache = cache
         self._clock = clock
         self._load_ids = load_ids
-        self._patience = patience
+        self._timeouts = timeouts
         self._waiting: dict[LoadId, _Wait] = {}
         self._asked: set[SequenceId] = set()
         self._early: list[_Wait] = []
@@ -79,11 +79,11 @@ class HeaderFetches:
         """Return the sequences that have waited for too long; they are planned with what is known."""
         given_up: list[Sequence] = []
         for load_id, wait in list(self._waiting.items()):
-            if self._patience.is_over(since=wait.since, token_count=wait.token_count, load_id=load_id):
+            if self._timeouts.has_expired(since=wait.since, token_count=wait.token_count, load_id=load_id):
                 del self._waiting[load_id]
-                self._patience.abandon(load_id)
+                self._timeouts.abandon(load_id)
                 given_up.append(wait.sequence)
-        if any(self._patience.is_over(since=w.since, token_count=w.token_count) for w in self._early):
+        if any(self._timeouts.has_expired(since=w.since, token_count=w.token_count) for w in self._early):
             self._waits_for_inventory = False
             given_up += self.take_early()
         return given_up

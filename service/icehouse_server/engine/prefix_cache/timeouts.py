@@ -1,4 +1,4 @@
-"""Patience: how long prompts and commands wait for an SSD tier that may never answer (inference thread).
+"""Timeouts of the SSD tier: how long the engine waits for one that may never answer (inference thread).
 
 A disk can hang: a read that does not return, a directory that does not open. Whoever waits for it gives up
 after a multiple of what computing the prompt would take, and nothing more is read until the disk has come
@@ -25,7 +25,7 @@ _SLOW_S = 10.0
 """A wait that makes progress, after the predicted prefill and so many seconds more."""
 
 
-class Patience:
+class StorageTimeouts:
     """Says when a wait has lasted too long, and logs when the disk hangs and when it answers again."""
 
     def __init__(self, cache: PrefixCache, clock: Clock) -> None:
@@ -33,7 +33,7 @@ class Patience:
         self._clock = clock
         self._told_detail = ""
 
-    def is_over(self, *, since: float, token_count: int = 0, load_id: LoadId | None = None) -> bool:
+    def has_expired(self, *, since: float, token_count: int = 0, load_id: LoadId | None = None) -> bool:
         """Whether a wait that began at `since` (`Clock.monotonic`) is to be given up.
 
         `token_count` is what would be computed instead, 0 for what nobody would compute. Without a `load_id`
