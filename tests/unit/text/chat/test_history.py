@@ -1,6 +1,6 @@
 """Histories from anywhere under templates of every manner: nothing that was said is lost on the way.
 
-ICEHOUSE_CHAT_TEMPLATES may name a JSON file of real templates, name to text: they are tried too.
+CHAT_TEMPLATES may name a JSON file of real templates, name to text: they are tried too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_every_history_fits_every_manner_of_template(template: str) -> None:
     assert {name: what for name, what in problems.items() if what} == {}
 
 
-@pytest.mark.skipif(not REAL_TEMPLATES_FILE, reason="ICEHOUSE_CHAT_TEMPLATES names no file of templates")
+@pytest.mark.skipif(not REAL_TEMPLATES_FILE, reason="CHAT_TEMPLATES names no file of templates")
 def test_every_history_fits_real_templates() -> None:
     templates = real_templates()
     problems = {
