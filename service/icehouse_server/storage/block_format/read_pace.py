@@ -54,10 +54,10 @@ class ReadPace:
         *,
         share: Callable[[], float],
         pause: Callable[[float], object],
-        note_piece: Callable[[], None] = lambda: None,
+        note_piece: Callable[[float], None] = lambda pause_s: None,
     ) -> None:
         """Readers that share the time have the same `turns`. `share` is asked each time, and `note_piece` is
-        called before each piece."""
+        told before each piece how long the reader pauses for it."""
         self._clock = clock
         self._turns = turns
         self._share = share
@@ -70,18 +70,20 @@ class ReadPace:
 
     def keep(self) -> None:
         """Wait for a turn, unless a piece of work is under way and short yet."""
-        self._note_piece()
         share = self._share()
         assert 0.0 < share <= 1.0, share
         if share == 1.0:
             self._piece = None
             self._turns.clear()
+            self._note_piece(0.0)
             return
         now = self._clock.monotonic()
         if self._piece is not None and now - self._piece[0] < _PIECE_S:
+            self._note_piece(0.0)
             return
         self.end()
         wait_s = self._turns.take(now, share=share)
+        self._note_piece(wait_s)
         if wait_s > 0.0:
             self._pause(wait_s)
         began_time = self._clock.monotonic()

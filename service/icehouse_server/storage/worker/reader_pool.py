@@ -181,7 +181,7 @@ class ReaderPool:
         if reading is None:
             return 0.0
         before_turn_time = 0.0 if reading.has_begun else self._progress_time
-        return self._clock.monotonic() - max(reading.progress_time, before_turn_time)
+        return max(0.0, self._clock.monotonic() - max(reading.progress_time, before_turn_time))
 
     def abandon(self, load_id: LoadId) -> None:
         """Stop waiting for an order. What a reader is at cannot be stopped: its memory is let go of when the
@@ -249,8 +249,9 @@ class ReaderPool:
         else:
             self._read(*work)
 
-    def _note_progress(self, reading: Reading) -> None:
-        reading.progress_time = self._progress_time = self._clock.monotonic()
+    def _note_progress(self, reading: Reading, *, pause_s: float = 0.0) -> None:
+        """Note that a reader has come on; a pause that it makes for others is no silence of the disk."""
+        reading.progress_time = self._progress_time = self._clock.monotonic() + pause_s
 
     def _end(self, reading: Reading) -> None:
         """Note that the readers have done with an order."""
@@ -279,7 +280,7 @@ class ReaderPool:
             self._turns,
             share=self._share,
             pause=self._pause,
-            note_piece=lambda: self._note_progress(job),
+            note_piece=lambda pause_s: self._note_progress(job, pause_s=pause_s),
         )
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None

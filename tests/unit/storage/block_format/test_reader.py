@@ -151,6 +151,30 @@ def test_loads_are_paced_while_others_decode_and_only_then(tmp_path: Path, besid
     assert bool(pauses) == beside_decode and all(seconds >= 0.03 for seconds in pauses)
 
 
+def test_a_pause_for_others_is_no_silence_of_the_disk(tmp_path: Path) -> None:
+    blocks = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        for block in blocks:
+            served.spill(block)
+        clock = ManualClock()
+        silences: list[float] = []
+        request = plan(blocks)
+
+        def pause(seconds: float) -> None:
+            clock.advance(seconds)
+            silences.append(pool.silence_s(request.load_id))
+
+        pool = pool_of(served, clock, [], pause=pause)
+        pool.leave_cores(to_decode=True)
+        pool.submit(request)
+        clock.advance(2.0)
+        assert pool.silence_s(request.load_id) == 2.0, "nobody has begun"
+        while pool.step():
+            pass
+    assert silences and set(silences) == {0.0}
+    assert pool.silence_s(request.load_id) == 0.0, "it was answered"
+
+
 def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) -> None:
     """Who asked for it beside the last tokens of others waited for it at a small share of an idle machine."""
     blocks = make_chain(3)
