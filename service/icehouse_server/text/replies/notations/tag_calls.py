@@ -120,14 +120,20 @@ class TagCalls:
     def _value(self, source: Source, calls: Calls, tool: str) -> Reading[str]:
         """Read a value and its closing tag."""
         value = _Value()
+        call_ends = self.ends or (self.call_close,)
+        tags = tuple(dict.fromkeys((self.value_open, self.argument_close, *self.starts, *call_ends)))
         while True:
-            tag = yield from source.until((self.value_open, self.argument_close), value.add)
+            tag = yield from source.until(tags, value.add)
             if not tag:
                 return value.decided(source, self.argument_close)
-            if tag == self.argument_close:
+            if tag in self.starts:
+                value.note_call(begins=True)
+            elif tag in call_ends:
+                value.note_call(begins=False)
+            elif tag == self.argument_close:
                 follows = yield from self._follows(source)
                 if follows and not value.depth and not follows.is_loose:
-                    return value.text
+                    return value.balanced()
                 if follows:
                     value.note_end(is_balanced=not value.depth)
                 value.depth = max(0, value.depth - 1)
@@ -176,6 +182,8 @@ class _Value:
         self.is_odd = False
         """An argument that the tool knows opens inside it: a closing tag may be missing."""
         self._ends: list[tuple[int, bool]] = []
+        self._call_count = 0
+        self._open_call_count = 0
 
     @property
     def text(self) -> str:
@@ -189,6 +197,18 @@ class _Value:
     def add(self, text: str) -> None:
         self._parts.append(text)
         self._length += len(text)
+
+    def note_call(self, *, begins: bool) -> None:
+        """Note a tag around a call inside the value."""
+        self._call_count += begins
+        self._open_call_count += 1 if begins else -1
+
+    def balanced(self) -> str:
+        """Return the value where its end is reached with all tags inside it closed."""
+        holds_calls = self._call_count > 0 and self._open_call_count == 0
+        if self._ends and self.is_odd and not holds_calls:
+            raise Malformed("an argument could end in several places")
+        return self.text
 
     def note_end(self, *, is_balanced: bool) -> None:
         """Note that the value could end before what comes next."""
