@@ -66,7 +66,7 @@ def test_a_record_is_bounded_at_the_same_character_for_any_pieces(size: int) -> 
     source.record("<", limit=10)
     running = source.until(("!",), lambda _: None)
     with pytest.raises(TooLong):
-        for start in range(0, 60, size):
+        for _start in range(0, 60, size):
             source.push("x" * size)
             next(running)
     assert source.recorded() == "<" + "x" * 9

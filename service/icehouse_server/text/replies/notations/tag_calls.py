@@ -181,7 +181,7 @@ class _Value:
         self.depth = 0
         self.is_odd = False
         """An argument that the tool knows opens inside it: a closing tag may be missing."""
-        self._ends: list[tuple[int, bool]] = []
+        self._ends: list[_PossibleEnd] = []
         self._call_count = 0
         self._open_call_count = 0
 
@@ -212,20 +212,44 @@ class _Value:
 
     def note_end(self, *, is_balanced: bool) -> None:
         """Note that the value could end before what comes next."""
-        self._ends.append((self._length, is_balanced))
+        end = _PossibleEnd(self._length, is_balanced, self._call_count, self._open_call_count)
+        self._ends.append(end)
 
     def decided(self, source: Source, closing: str) -> str:
         """Return the value once the output has ended, and give back what is behind it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
-        if len(self._ends) > 1:
-            raise Malformed("an argument could end in several places")
-        [(length, is_balanced)] = self._ends
-        if self.is_odd and not is_balanced:
+        end = self._meant()
+        if self.is_odd and not end.is_balanced:
             raise Malformed("its tags do not balance")
         text = self.text
-        source.give_back(text[length + len(closing) :])
-        return text[:length]
+        source.read_again(text[end.length + len(closing) :])
+        return text[: end.length]
+
+    def _meant(self) -> _PossibleEnd:
+        """Return the one end that can be meant; raises Malformed where there are several."""
+        balanced = [end for end in self._ends if end.is_balanced]
+        first = balanced[0] if balanced else self._ends[0]
+        for end in self._ends:
+            # Behind the first one stand whole calls, and text between them.
+            is_in_later_call = (
+                end.call_count > first.call_count and end.open_call_count == first.open_call_count
+            )
+            if end is not first and (end.is_balanced or not is_in_later_call):
+                raise Malformed("an argument could end in several places")
+        return first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PossibleEnd:
+    """A closing tag that structure follows, while tags may be open or text may follow."""
+
+    length: int
+    """Of the value before it."""
+    is_balanced: bool
+    call_count: int
+    """Tags that begin a call in the value before it."""
+    open_call_count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
