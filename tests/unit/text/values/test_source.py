@@ -37,7 +37,7 @@ def split(pieces: list[str]) -> list[tuple[str, str]]:
 
 
 def plainly(text: str) -> list[tuple[str, str]]:
-    """Return the same, looked for at each place in turn: the longest marker of the first place that has one."""
+    """Return the same, looked for at each place in turn: the longest marker of the first that has one."""
     for place in range(len(text)):
         marker = max((m for m in MARKERS if text.startswith(m, place)), key=len, default="")
         if marker:

@@ -107,7 +107,11 @@ class TagCalls:
                 break
             has_ended = not (yield from source.peek())
             raise Malformed("the output ended inside it" if has_ended else "its tags do not balance")
-        calls.whole(name, arguments, is_python=self.is_python, is_repaired=self.is_foreign)
+        is_odd = self.is_foreign
+        if self.call_close and self.ends:
+            yield from source.space()
+            is_odd = is_odd or not (yield from source.peek())
+        calls.whole(name, arguments, is_python=self.is_python, is_repaired=is_odd)
 
     def _bare(self, text: str) -> str:
         """Return a value without what the notation puts around it."""
