@@ -37,6 +37,14 @@ def test_reasoning_is_what_a_rendered_thought_stands_between(thoughts: tuple[str
     assert (found.think_start, found.think_end) == thoughts and found.family == "hermes"
 
 
+def test_a_notation_that_is_only_near_counts_where_no_other_fits() -> None:
+    as_text = template_of("command-a").replace(
+        "{{ f.arguments | tojson }}", "{{ f.arguments | tojson | tojson }}"
+    )
+    found = find_reply_format(chat_template(as_text), NO_TOKENS)
+    assert found.family == "command-a"
+
+
 def test_words_of_the_templates_source_tell_nothing() -> None:
     misleading = "{# <tool_call> <function= <arg_key> [TOOL_CALLS] <think> #}" + PLAIN
     found = find_reply_format(chat_template(misleading), NO_TOKENS)
