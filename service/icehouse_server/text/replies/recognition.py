@@ -241,9 +241,14 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
             if (found := next((family for family, what in read if what is wanted), None)) is not None:
                 return found, "the chat template writes calls so"
     offer = probe.offer
-    for family in FAMILIES:
-        if family.shown and all(part in offer for part in family.shown):
-            return family, "the prompt that offers tools asks for them so"
+    asked_for = [
+        family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
+    ]
+    if asked_for:
+        # One notation may be a part of another family's.
+        return max(
+            asked_for, key=lambda family: len(family.shown)
+        ), "the prompt that offers tools asks for them so"
     for family in FAMILIES:
         if family.tokens and all(token in vocabulary.tokens for token in family.tokens):
             return family, f"the vocabulary has {' and '.join(family.tokens)}"

@@ -50,7 +50,11 @@ class JsonCalls:
         match = yield from source.ahead(_BARE)
         return match is not None and calls.offers(match[1])
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         return bool(self.given_back) or (yield from source.ahead(_BEGUN)) is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:

@@ -37,7 +37,11 @@ class NamedJson:
         yield from ()
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.is_lone else ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(self._head)) is not None
 
     @property

@@ -53,10 +53,16 @@ class TagCalls:
         yield from ()
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
-        if self.begins_with_call:
-            return True
-        return (yield from source.ahead(_patterns(self).call_open)) is not None
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.begins_with_call else ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
+        begun = marker if self.begins_with_call else ""
+        source.give_back(begun)
+        match = yield from source.ahead(_patterns(self).call_open)
+        source.take(len(begun))
+        return match is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
         """Read what follows the start."""
