@@ -237,13 +237,18 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
         reply = reply.removesuffix(turn_end)
         read = [(family, _reads(family, reply, thoughts, count)) for family in FAMILIES]
         # A notation that leaves nothing over is meant, and not one that ends earlier.
-        for wanted in (_Read.ALL, _Read.SOME):
+        for wanted in (_Read.ALL, _Read.SOME, _Read.REPAIRED):
             if (found := next((family for family, what in read if what is wanted), None)) is not None:
                 return found, "the chat template writes calls so"
     offer = probe.offer
-    for family in FAMILIES:
-        if family.shown and all(part in offer for part in family.shown):
-            return family, "the prompt that offers tools asks for them so"
+    asked_for = [
+        family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
+    ]
+    if asked_for:
+        # One notation may be a part of another family's.
+        return max(
+            asked_for, key=lambda family: len(family.shown)
+        ), "the prompt that offers tools asks for them so"
     for family in FAMILIES:
         if family.tokens and all(token in vocabulary.tokens for token in family.tokens):
             return family, f"the vocabulary has {' and '.join(family.tokens)}"
@@ -257,6 +262,8 @@ class _Read(enum.Enum):
     """What of a past turn a family's reader reads."""
 
     NOTHING = enum.auto()
+    REPAIRED = enum.auto()
+    """The calls, written otherwise than the notation wants."""
     SOME = enum.auto()
     """The calls, and there is more."""
     ALL = enum.auto()
@@ -274,13 +281,15 @@ def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) ->
     splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
     told = [*splitter.push(reply), *splitter.finish()]
     pieces = [piece for piece in told if isinstance(piece, CallPiece)]
-    if splitter.good_count != count or any(piece.is_withdrawn or piece.is_repaired for piece in pieces):
+    if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
         return _Read.NOTHING
     for index in range(count):
         own = [piece for piece in pieces if piece.index == index]
         text = "".join(piece.arguments_json for piece in own)
         if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
             return _Read.NOTHING
+    if any(piece.is_repaired for piece in pieces):
+        return _Read.REPAIRED
     is_all = all(piece.text.isspace() for piece in told if isinstance(piece, TextPiece | MalformedPiece))
     return _Read.ALL if is_all else _Read.SOME
 

@@ -14,6 +14,9 @@ Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
 """Yields where more text is needed; returns what was read."""
 
+_GIVEN_BACK_LIMIT = 1 << 20
+"""Characters that are read a second time, of one text."""
+
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
 
@@ -32,6 +35,7 @@ class Source:
         self._record: list[str] | None = None
         self._recorded_length = 0
         self._record_limit = 0
+        self._given_back_length = 0
 
     def push(self, text: str) -> None:
         """Add text."""
@@ -89,6 +93,13 @@ class Source:
             assert kept.endswith(text), "only what was read last can be given back"
             self._record = [kept[: len(kept) - len(text)]]
             self._recorded_length -= len(text)
+
+    def read_again(self, text: str) -> None:
+        """As `give_back`, for text of any length; raises TooLong where that was done too often."""
+        self._given_back_length += len(text)
+        if self._given_back_length > _GIVEN_BACK_LIMIT:
+            raise TooLong("it can be read in too many ways")
+        self.give_back(text)
 
     def peek(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""

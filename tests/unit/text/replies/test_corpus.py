@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.text.replies.reader import ReasoningSpans
 
 from tests.fixtures.chat.notations import WRITERS
 from tests.fixtures.chat.reply_pieces import cut_at, events, in_pieces, read
@@ -35,6 +36,18 @@ def test_a_reply_says_what_it_says_in_any_pieces(family: str, reply: dict[str, A
     random_cut = cut_at(text, random.Random(len(text)).sample(range(10_000), 9))
     for pieces in ([text], *(in_pieces(text, size) for size in (1, 2, 3, 7)), random_cut):
         assert events(read(WRITERS[family].format, pieces, TOOLS)) == reply["events"]
+
+
+@pytest.mark.parametrize(("family", "reply"), REPLIES)
+def test_what_counts_reasoning_finds_the_same_thoughts(family: str, reply: dict[str, Any]) -> None:
+    text = reply["text"]
+    for size in (0, 1, 5):
+        spans = ReasoningSpans(
+            format=WRITERS[family].format, reads_calls=True, opening="", is_reasoning=False
+        )
+        found = [span for piece in in_pieces(text, size) for span in spans.push(piece)]
+        thought = "".join(text[span.start : span.stop] for span in found)
+        assert thought == "".join(event[1] for event in reply["events"] if event[0] == "think")
 
 
 @pytest.mark.slow

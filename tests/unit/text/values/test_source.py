@@ -37,7 +37,7 @@ def split(pieces: list[str]) -> list[tuple[str, str]]:
 
 
 def plainly(text: str) -> list[tuple[str, str]]:
-    """Return the same, looked for at each place in turn: the longest marker of the first place that has one."""
+    """Return the same, looked for at each place in turn: the longest marker of the first that has one."""
     for place in range(len(text)):
         marker = max((m for m in MARKERS if text.startswith(m, place)), key=len, default="")
         if marker:
@@ -66,7 +66,7 @@ def test_a_record_is_bounded_at_the_same_character_for_any_pieces(size: int) -> 
     source.record("<", limit=10)
     running = source.until(("!",), lambda _: None)
     with pytest.raises(TooLong):
-        for start in range(0, 60, size):
+        for _start in range(0, 60, size):
             source.push("x" * size)
             next(running)
     assert source.recorded() == "<" + "x" * 9

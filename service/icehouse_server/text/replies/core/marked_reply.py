@@ -67,8 +67,9 @@ class MarkedReply:
         calls, notation = sink.calls, self.notation
         assert calls is not None and notation is not None
         was_reasoning = sink.is_reasoning
-        if was_reasoning and not (yield from notation.continues(source)):
-            sink.think(marker)
+        is_wary = was_reasoning or marker in notation.wary_starts
+        if is_wary and not (yield from notation.continues(source, calls, marker)):
+            (sink.think if was_reasoning else sink.say)(marker)
             return
         sink.is_reasoning = False
         is_good = yield from read_section(source, calls, notation, marker)

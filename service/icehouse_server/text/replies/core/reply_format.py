@@ -56,7 +56,12 @@ class Notation(Protocol):
         """Tell whether the text ahead, with which a reply begins, is calls without a start; reads nothing."""
         ...
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        """Starts that text may hold as well: they count where a call follows."""
+        ...
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         """Tell whether what follows a start looks like a call, and not like text about the start."""
         ...
 

@@ -16,14 +16,26 @@ _LLAMA_NOTATION = JsonCalls(
 
 HERMES = Family(
     name="hermes",
-    tested_with="Qwen2.5-7B-Instruct, Qwen3-0.6B, Hermes-2-Pro-Llama-3-8B, SmolLM3-3B",
-    models="Qwen 2.5, Qwen 3, Hermes 2 and 3, SmolLM3, Granite 4",
+    tested_with="Qwen2.5-7B-Instruct, Qwen3-0.6B, Hermes-2-Pro-Llama-3-8B",
+    models="Qwen 2.5, Qwen 3, Hermes 2 and 3, Granite 4",
     is_strict=True,
     notation=JsonCalls(("<tool_call>",), ("</tool_call>",)),
     call_start="<tool_call>",
     call_end="</tool_call>",
     shown=("<tool_call>", "</tool_call>", '"name"', '"arguments"'),
     aliases=("json_tools",),
+)
+SMOLLM = Family(
+    name="smollm3",
+    models="SmolLM3",
+    tested_with="SmolLM3-3B",
+    notation=Several(
+        JsonCalls(("<tool_call>",), ("</tool_call>",)),
+        PythonCalls(("<code>",), ("</code>",), is_list=False, is_code=True),
+    ),
+    call_start="<tool_call>",
+    call_end="</tool_call>",
+    shown=("\nReasoning Mode: ", "<tool_call>", "</tool_call>", '"name"', '"arguments"'),
 )
 LLAMA = Family(
     name="llama3",
@@ -113,4 +125,4 @@ HAMMER = Family(
     shown=("please directly output an empty list", '{"name": "func_name1", "arguments": {'),
 )
 
-JSON_FAMILIES = (HERMES, LLAMA, COMMAND_A, COMMAND_R, JAMBA, GRANITE, PHI, FIREFUNCTION, HAMMER)
+JSON_FAMILIES = (HERMES, SMOLLM, LLAMA, COMMAND_A, COMMAND_R, JAMBA, GRANITE, PHI, FIREFUNCTION, HAMMER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from icehouse_server.text.replies.core.family import Family
 from icehouse_server.text.replies.notations.json_calls import JsonCalls
 from icehouse_server.text.replies.notations.named_json import NamedJson
@@ -43,18 +45,24 @@ KIMI = Family(
 )
 _DEEPSEEK_STARTS = ("<｜tool▁calls▁begin｜>",)
 _DEEPSEEK_ENDS = ("<｜tool▁calls▁end｜>",)
+_DEEPSEEK_PLAIN = NamedJson(
+    _DEEPSEEK_STARTS,
+    _DEEPSEEK_ENDS,
+    call_start="<｜tool▁call▁begin｜>",
+    name_end="<｜tool▁sep｜>",
+    call_end="<｜tool▁call▁end｜>",
+)
+_DEEPSEEK_FENCED = dataclasses.replace(
+    _DEEPSEEK_PLAIN,
+    name_pattern=r"function\s{0,9}<｜tool▁sep｜>\s{0,9}(?P<name>[\w.\-]{1,200})",
+    name_end="",
+    is_fenced=True,
+)
 DEEPSEEK = Family(
     name="deepseek",
     models="DeepSeek V3, R1",
     is_strict=True,
-    notation=NamedJson(
-        _DEEPSEEK_STARTS,
-        _DEEPSEEK_ENDS,
-        call_start="<｜tool▁call▁begin｜>",
-        name_pattern=r"function\s{0,9}<｜tool▁sep｜>\s{0,9}(?P<name>[\w.\-]{1,200})",
-        call_end="<｜tool▁call▁end｜>",
-        is_fenced=True,
-    ),
+    notation=Several(_DEEPSEEK_FENCED, _DEEPSEEK_PLAIN),
     call_start=_DEEPSEEK_STARTS[0],
     call_end=_DEEPSEEK_ENDS[0],
     tokens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
@@ -63,13 +71,7 @@ DEEPSEEK_31 = Family(
     name="deepseek-v3.1",
     models="DeepSeek V3.1",
     is_strict=True,
-    notation=NamedJson(
-        _DEEPSEEK_STARTS,
-        _DEEPSEEK_ENDS,
-        call_start="<｜tool▁call▁begin｜>",
-        name_end="<｜tool▁sep｜>",
-        call_end="<｜tool▁call▁end｜>",
-    ),
+    notation=_DEEPSEEK_PLAIN,
     call_start=_DEEPSEEK_STARTS[0],
     call_end=_DEEPSEEK_ENDS[0],
     shown=("<｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>",),

@@ -27,7 +27,11 @@ class GemmaCalls:
         yield from ()
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(_HEAD)) is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:

@@ -50,7 +50,11 @@ class JsonCalls:
         match = yield from source.ahead(_BARE)
         return match is not None and calls.offers(match[1])
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         return bool(self.given_back) or (yield from source.ahead(_BEGUN)) is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
@@ -121,13 +125,14 @@ class JsonCalls:
         calls.start()
         reader = _CallObject(JsonText(source, (*self.ends, "```")), calls, self)
         yield from reader.read()
-        yield from source.space()
+        gap = yield from source.space()
         char = yield from source.peek()
         is_closed = not self.ends or self.is_bare or bool((yield from source.sees(*self.ends)))
         if not is_closed and char and char not in "{[,;]`" and not (yield from source.sees(*self.starts)):
             raise Malformed("something follows the call")
         # What comes next is more of them, or the end of the section was forgotten.
         is_odd = is_odd or not (is_closed or (char and char in "{[,;]`"))
+        source.give_back(gap)
         calls.end(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
 
 

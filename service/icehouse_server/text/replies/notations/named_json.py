@@ -37,7 +37,11 @@ class NamedJson:
         yield from ()
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.is_lone else ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(self._head)) is not None
 
     @property
@@ -62,7 +66,7 @@ class NamedJson:
             source.take(head.end())
             groups = head.groupdict()
             calls.name(groups["name"], groups.get("id") or "")
-            text = JsonText(source, tuple(filter(None, (self.call_end, *self.ends))))
+            text = JsonText(source, tuple(filter(None, (self.call_end, *self.ends, "```"))))
             is_odd = yield from self._arguments(source, calls, text)
             calls.end(is_repaired=is_odd or text.is_repaired)
             count += 1
@@ -82,14 +86,14 @@ class NamedJson:
         if fence is not None or self.is_fenced:
             behind = yield from source.ahead(_FENCE)
             source.take(0 if behind is None else behind.end())
+        is_odd = fence is not None and not self.is_fenced
         if self.call_end:
-            gap = yield from source.space()
-            is_closed = yield from source.accepts(self.call_end)
-            if not is_closed and (yield from source.peek()) and not (yield from source.sees(*self.ends)):
-                raise Malformed(
-                    f"something follows the arguments: {(gap and 'a gap, then ') or ''}no {self.call_end}"
-                )
-        return fence is not None and not self.is_fenced
+            yield from source.space()
+            if not (yield from source.accepts(self.call_end)):
+                if (yield from source.peek()) and not (yield from source.sees(*self.ends)):
+                    raise Malformed("something follows the arguments")
+                is_odd = True
+        return is_odd
 
 
 _FENCE = regex.compile(r"\s{0,20}```[A-Za-z]{0,20}\s{0,20}")

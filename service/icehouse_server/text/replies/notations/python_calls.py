@@ -25,6 +25,8 @@ class PythonCalls:
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     """A reply may begin with a list of calls and no marker."""
+    is_code: bool = False
+    """What stands between the markers may be any code; calls alone are read."""
     is_list: bool = True
     """The family writes a list, and not a call a line."""
 
@@ -34,8 +36,13 @@ class PythonCalls:
         match = yield from source.ahead(_BARE)
         return match is not None and calls.offers(match["name"])
 
-    def continues(self, source: Source) -> Reading[bool]:
-        return (yield from source.ahead(_BEGUN)) is not None
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.is_code else ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
+        match = yield from source.ahead(_BEGUN)
+        return match is not None and (not self.is_code or calls.offers(match["name"]))
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
         """Read what follows the start."""

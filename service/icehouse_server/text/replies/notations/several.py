@@ -27,9 +27,13 @@ class Several:
                 return True
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return tuple(start for notation in self._notations for start in notation.wary_starts)
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
         for notation in self._notations:
-            if (yield from notation.continues(source)):
+            if marker in notation.starts and (yield from notation.continues(source, calls, marker)):
                 return True
         return False
 
@@ -37,7 +41,7 @@ class Several:
         """Read what follows `marker`."""
         fitting = [notation for notation in self._notations if not marker or marker in notation.starts]
         for notation in fitting[:-1]:
-            is_it = notation.continues(source) if marker else notation.begins(source, calls)
+            is_it = notation.continues(source, calls, marker) if marker else notation.begins(source, calls)
             if (yield from is_it):
                 yield from notation.read(source, calls, marker)
                 return

@@ -53,10 +53,16 @@ class TagCalls:
         yield from ()
         return False
 
-    def continues(self, source: Source) -> Reading[bool]:
-        if self.begins_with_call:
-            return True
-        return (yield from source.ahead(_patterns(self).call_open)) is not None
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.begins_with_call else ()
+
+    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
+        begun = marker if self.begins_with_call else ""
+        source.give_back(begun)
+        match = yield from source.ahead(_patterns(self).call_open)
+        source.take(len(begun))
+        return match is not None
 
     def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
         """Read what follows the start."""
@@ -107,7 +113,11 @@ class TagCalls:
                 break
             has_ended = not (yield from source.peek())
             raise Malformed("the output ended inside it" if has_ended else "its tags do not balance")
-        calls.whole(name, arguments, is_python=self.is_python, is_repaired=self.is_foreign)
+        is_odd = self.is_foreign
+        if self.call_close and self.ends:
+            yield from source.space()
+            is_odd = is_odd or not (yield from source.peek())
+        calls.whole(name, arguments, is_python=self.is_python, is_repaired=is_odd)
 
     def _bare(self, text: str) -> str:
         """Return a value without what the notation puts around it."""
@@ -120,14 +130,20 @@ class TagCalls:
     def _value(self, source: Source, calls: Calls, tool: str) -> Reading[str]:
         """Read a value and its closing tag."""
         value = _Value()
+        call_ends = self.ends or (self.call_close,)
+        tags = tuple(dict.fromkeys((self.value_open, self.argument_close, *self.starts, *call_ends)))
         while True:
-            tag = yield from source.until((self.value_open, self.argument_close), value.add)
+            tag = yield from source.until(tags, value.add)
             if not tag:
                 return value.decided(source, self.argument_close)
-            if tag == self.argument_close:
+            if tag in self.starts:
+                value.note_call(begins=True)
+            elif tag in call_ends:
+                value.note_call(begins=False)
+            elif tag == self.argument_close:
                 follows = yield from self._follows(source)
                 if follows and not value.depth and not follows.is_loose:
-                    return value.text
+                    return value.balanced()
                 if follows:
                     value.note_end(is_balanced=not value.depth)
                 value.depth = max(0, value.depth - 1)
@@ -175,7 +191,9 @@ class _Value:
         self.depth = 0
         self.is_odd = False
         """An argument that the tool knows opens inside it: a closing tag may be missing."""
-        self._ends: list[tuple[int, bool]] = []
+        self._ends: list[_PossibleEnd] = []
+        self._call_count = 0
+        self._open_call_count = 0
 
     @property
     def text(self) -> str:
@@ -190,22 +208,58 @@ class _Value:
         self._parts.append(text)
         self._length += len(text)
 
+    def note_call(self, *, begins: bool) -> None:
+        """Note a tag around a call inside the value."""
+        self._call_count += begins
+        self._open_call_count += 1 if begins else -1
+
+    def balanced(self) -> str:
+        """Return the value where its end is reached with all tags inside it closed."""
+        holds_calls = self._call_count > 0 and self._open_call_count == 0
+        if self._ends and self.is_odd and not holds_calls:
+            raise Malformed("an argument could end in several places")
+        return self.text
+
     def note_end(self, *, is_balanced: bool) -> None:
         """Note that the value could end before what comes next."""
-        self._ends.append((self._length, is_balanced))
+        end = _PossibleEnd(self._length, is_balanced, self._call_count, self._open_call_count)
+        self._ends.append(end)
 
     def decided(self, source: Source, closing: str) -> str:
         """Return the value once the output has ended, and give back what is behind it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
-        if len(self._ends) > 1:
-            raise Malformed("an argument could end in several places")
-        [(length, is_balanced)] = self._ends
-        if self.is_odd and not is_balanced:
+        end = self._meant()
+        if self.is_odd and not end.is_balanced:
             raise Malformed("its tags do not balance")
         text = self.text
-        source.give_back(text[length + len(closing) :])
-        return text[:length]
+        source.read_again(text[end.length + len(closing) :])
+        return text[: end.length]
+
+    def _meant(self) -> _PossibleEnd:
+        """Return the one end that can be meant; raises Malformed where there are several."""
+        balanced = [end for end in self._ends if end.is_balanced]
+        first = balanced[0] if balanced else self._ends[0]
+        for end in self._ends:
+            # Behind the first one stand whole calls, and text between them.
+            is_in_later_call = (
+                end.call_count > first.call_count and end.open_call_count == first.open_call_count
+            )
+            if end is not first and (end.is_balanced or not is_in_later_call):
+                raise Malformed("an argument could end in several places")
+        return first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PossibleEnd:
+    """A closing tag that structure follows, while tags may be open or text may follow."""
+
+    length: int
+    """Of the value before it."""
+    is_balanced: bool
+    call_count: int
+    """Tags that begin a call in the value before it."""
+    open_call_count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
