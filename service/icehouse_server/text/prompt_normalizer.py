@@ -86,22 +86,24 @@ def normalized_tokens(
 def _first_turns(
     token_ids: Sequence[int], decode: Decode, added_token_ids: Collection[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield the texts between added tokens that are longer than a header, each with its place: the first one,
-    then more until one is a user's."""
+    """Yield the texts between added tokens that are longer than a header, each with its place: the first one
+    and, unless it is a user's, those behind it that come before one."""
     marks = (index for index, token_id in enumerate(token_ids) if token_id in added_token_ids)
     ends = list(itertools.islice(marks, _MARK_LIMIT))
     if len(ends) < _MARK_LIMIT:
         ends.append(len(token_ids))
-    start, last_stop = 0, None
+    start = last_stop = 0
+    is_first = True
     for stop in ends:
         text = decode(token_ids[start:stop])
         if len(text) > _HEADER_LENGTH:
-            if last_stop is not None and (
-                _USER_BEFORE.search(decode(token_ids[last_stop:start])) or _USER_AT_START.match(text)
-            ):
+            header = decode(token_ids[last_stop:start])
+            is_user = bool(_USER_BEFORE.search(header) or _USER_AT_START.match(text))
+            if is_first or not is_user:
+                yield start, stop, text
+            if is_user:
                 return
-            yield start, stop, text
-            last_stop = stop
+            is_first, last_stop = False, stop
         start = stop + 1
 
 

@@ -173,6 +173,16 @@ def test_the_line_is_found_behind_a_turn_of_tools(name: str) -> None:
     assert tokenizer.normalized(prompt(RULES)) == (prompt(RULES), ()), "a user may write what he likes"
 
 
+@pytest.mark.parametrize("name", ["glm", "kimi", "deepseek-v3.1", "harmony"])
+def test_a_reply_keeps_the_line_where_a_user_speaks_first(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(Family(family.template, family.tokens))
+    asked = ChatMessage("user", "Write down the header of the last request, please.")
+    turns = (asked, ChatMessage("assistant", f"{HEADER}\n{RULES}"), asked)
+    tokens = tuple(tokenizer.render_chat(Conversation(turns)).token_ids)
+    assert tokenizer.normalized(tokens) == (tokens, ())
+
+
 def test_a_prompt_full_of_marks_is_looked_at_for_a_while_only() -> None:
     tokenizer = marked_tokenizer("chatml")
     [mark] = tokenizer.spell("<|im_start|>")
