@@ -24,8 +24,8 @@ pytestmark = pytest.mark.fleet
 
 LEAST_REUSED = 0.9
 BILLING = "x-anthropic-billing-header: cc_version=2.1.36; cc_entrypoint=cli; cch={checksum};"
-# The gateway ends a call of these families at the first mark of theirs, wherever it stands.
-OTHER_MARK = {"hermes": "</function>", "glm": "</function>"}
+# The gateway ends a call of this family at the first such mark, wherever it stands.
+OTHER_MARK = {"glm": "</function>"}
 PARSERS = {
     "hermes": ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3"),
     "glm": ("--tool-call-parser", "glm47_moe", "--reasoning-parser", "glm45"),
