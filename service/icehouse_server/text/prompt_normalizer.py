@@ -11,9 +11,10 @@ tokenized anew. Pure functions.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, PromptChange, PromptChangeKind, Tool
 
@@ -21,10 +22,13 @@ Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 
 _SYSTEM_ROLES = ("system", "developer")
-_HEAD_TOKEN_COUNT = 2048
-"""Of a rendered prompt, where the first turn begins."""
+_MARK_LIMIT = 256
+"""How many of a rendered prompt's added tokens are looked at: those around its system turn and tools."""
 _HEADER_LENGTH = 32
 """A role and what else stands between special tokens is shorter than this, a turn longer."""
+_USER_BEFORE = re.compile(r"user|human|inst", re.IGNORECASE)
+_USER_AT_START = re.compile(r"\W*(?:user|human)\b", re.IGNORECASE)
+"""How templates head a user's turn: before its text, or in its first word where a marker is all there is."""
 _PAIR = r"[\w.\-]{1,64}=[^;\s]{0,256}"
 _LINE = rf"(?P<line>(?:[\w.\-]{{1,64}}:[ \t]+)?(?P<pairs>(?:{_PAIR};[ \t]*)*(?:{_PAIR}[ \t]*$)?)(\n?))"
 _PAIRS = re.compile(rf"^{_LINE}", re.MULTILINE)
@@ -57,39 +61,50 @@ def normalized(conversation: Conversation) -> tuple[Conversation, tuple[PromptCh
 def normalized_tokens(
     token_ids: tuple[int, ...], *, encode: Encode, decode: Decode, added_token_ids: Collection[int]
 ) -> tuple[tuple[int, ...], tuple[PromptChange, ...]]:
-    """Return a rendered prompt without the billing lines in its first turn, and what was changed.
+    """Return a rendered prompt without the billing lines of its system turn, and what was changed.
+
+    That is the first turn, or one behind it, before a user's: many templates have the tools in front.
 
     `encode` adds no special tokens and `decode` hides none; `added_token_ids` are cut out of a text before
     anything else, so that what lies between two of them can be tokenized by itself. The prompt stays as it is
     where its text without the line would not come out exactly so.
     """
-    start, stop = _first_turn(token_ids, decode, added_token_ids)
-    turn = decode(token_ids[start:stop])
-    kept, count = _cut_billing_lines(turn, _PAIRS_IN_TURN)
-    if not count:
+    cuts = (
+        (start, stop, *_cut_billing_lines(turn, _PAIRS_IN_TURN))
+        for start, stop, turn in _first_turns(token_ids, decode, added_token_ids)
+    )
+    found = next((cut for cut in cuts if cut[-1]), None)
+    if found is None:
         return token_ids, ()
+    start, stop, kept, count = found
     anew = (*token_ids[:start], *encode(kept), *token_ids[stop:])
     if not kept.strip() or decode(anew) != decode(token_ids[:start]) + kept + decode(token_ids[stop:]):
         return token_ids, ()
     return anew, (PromptChange(PromptChangeKind.BILLING_LINE_DROPPED, count),)
 
 
-def _first_turn(
+def _first_turns(
     token_ids: Sequence[int], decode: Decode, added_token_ids: Collection[int]
-) -> tuple[int, int]:
-    """Return where the first text between added tokens lies that is longer than a header; it may go on beyond
-    the head, and is then taken to its end."""
-    start = 0
-    for index in (
-        *(i for i, token_id in enumerate(token_ids) if token_id in added_token_ids),
-        len(token_ids),
-    ):
-        if len(decode(token_ids[start:index])) > _HEADER_LENGTH:
-            return start, index
-        start = index + 1
-        if start >= _HEAD_TOKEN_COUNT:
-            break
-    return 0, 0
+) -> Iterator[tuple[int, int, str]]:
+    """Yield the texts between added tokens that are longer than a header, each with its place: the first one
+    and, unless it is a user's, those behind it that come before one."""
+    marks = (index for index, token_id in enumerate(token_ids) if token_id in added_token_ids)
+    ends = list(itertools.islice(marks, _MARK_LIMIT))
+    if len(ends) < _MARK_LIMIT:
+        ends.append(len(token_ids))
+    start = last_stop = 0
+    is_first = True
+    for stop in ends:
+        text = decode(token_ids[start:stop])
+        if len(text) > _HEADER_LENGTH:
+            header = decode(token_ids[last_stop:start])
+            is_user = bool(_USER_BEFORE.search(header) or _USER_AT_START.match(text))
+            if is_first or not is_user:
+                yield start, stop, text
+            if is_user:
+                return
+            is_first, last_stop = False, stop
+        start = stop + 1
 
 
 def _cut_billing_lines(text: str, pairs: re.Pattern[str]) -> tuple[str, int]:

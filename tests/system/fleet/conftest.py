@@ -16,6 +16,7 @@ from icehouse.v1 import inference_service_pb2 as native
 from icehouse.v1 import inference_service_pb2_grpc
 
 from bench.fleet.gateway import PACKAGES, GatewayProcess, missing_packages
+from tests.fixtures.chat.scripted_replies import Script, scripted
 from tests.fixtures.models import tiny_model_dir
 from tests.system.crash.server_process import ServerProcess
 from tests.system.mesh.envoy import free_ports
@@ -62,6 +63,10 @@ class Fleet:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
             return stub.CacheStats(native.CacheStatsRequest(), timeout=_BOUND_S)
+
+    def known_blocks(self) -> float:
+        """Return how many blocks of all workers the gateway knows."""
+        return sum(self.gateway.metric("smg_kv_index_blocks", worker_port=port) for port in self.workers)
 
     def accepted(self) -> dict[int, int]:
         """Return how many requests each worker has taken."""
@@ -126,8 +131,9 @@ def fleet_of(
     worker_options: tuple[str, ...] = (),
     gateway_options: tuple[str, ...] = (),
     make_model: Callable[[Path], Path] = _llama,
+    script: Script | None = None,
 ) -> Iterator[Fleet]:
-    """Start two workers and the gateway, and stop them."""
+    """Start two workers and the gateway, and stop them. With a `script` that is what the model writes."""
     if missing := missing_packages((*PACKAGES, "openai", "anthropic")):
         pytest.skip(f"not in this environment: {', '.join(missing)} (extra `dev`)")
     model = make_model(folder)
@@ -139,6 +145,7 @@ def fleet_of(
                 directory=folder / f"blocks-{port}",
                 log=folder / f"{port}.log",
                 options=(*_OPTIONS, *worker_options),
+                break_it=None if script is None else scripted(model, script),
                 port=port,
             )
             return stack.enter_context(worker)

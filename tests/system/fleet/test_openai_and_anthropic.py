@@ -45,19 +45,14 @@ def test_a_chat_is_the_same_streamed_and_whole(fleet: Fleet) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 8)
 
 
-def known_blocks(fleet: Fleet) -> float:
-    """Return how many blocks of all workers the gateway knows."""
-    return sum(fleet.gateway.metric("smg_kv_index_blocks", worker_port=port) for port in fleet.workers)
-
-
 def test_a_prompt_that_was_seen_is_not_computed_again(fleet: Fleet) -> None:
     words = TEXT * 3
-    before = known_blocks(fleet)
+    before = fleet.known_blocks()
     first = fleet.chat(words).usage
     # The answer may be here before the gateway hears who has its blocks.
     cached = first.prompt_tokens_details.cached_tokens if first.prompt_tokens_details else 0
     new_count = first.prompt_tokens // BLOCK - cached // BLOCK
-    until(lambda: known_blocks(fleet) >= before + new_count)
+    until(lambda: fleet.known_blocks() >= before + new_count)
     usage = fleet.chat(words).usage
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 > BLOCK
     _, streamed = text_of(fleet.chat(words, stream=True, stream_options={"include_usage": True}))

@@ -19,6 +19,7 @@ from icehouse_server.domain.chat import (
 )
 from icehouse_server.text.prompt_normalizer import normalized
 
+from tests.fixtures.chat.agent_loop import FAMILIES
 from tests.fixtures.chat.families import tokenizer_of
 from tests.fixtures.chat.histories import TEMPLATES
 from tests.fixtures.models.chat_templates import Family
@@ -155,6 +156,38 @@ def test_tokens_that_a_gateway_rendered_are_those_of_the_conversation_without_th
         for end in ("", "\n"):
             system = HEADER.replace("a1b2c", checksum) + end + RULES
             assert tokenizer.normalized(rendered(tokenizer, system)) == (wanted, DROPPED)
+
+
+@pytest.mark.parametrize("name", ["glm", "kimi", "deepseek-v3.1", "harmony"])
+def test_the_line_is_found_behind_a_turn_of_tools(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(Family(family.template, family.tokens))
+    later = (ChatMessage("assistant", "Yes."), ChatMessage("user", f"What is this, can you say?\n{HEADER}\n"))
+
+    def prompt(system: str) -> tuple[int, ...]:
+        turns = (ChatMessage("system", system), ChatMessage("user", "Hi"), *later)
+        offered = (tool("read", path={"type": "string"}), tool("write"))
+        return tuple(tokenizer.render_chat(Conversation(turns, tools=offered)).token_ids)
+
+    assert tokenizer.normalized(prompt(f"{HEADER}\n{RULES}")) == (prompt(RULES), DROPPED)
+    assert tokenizer.normalized(prompt(RULES)) == (prompt(RULES), ()), "a user may write what he likes"
+
+
+@pytest.mark.parametrize("name", ["glm", "kimi", "deepseek-v3.1", "harmony"])
+def test_a_reply_keeps_the_line_where_a_user_speaks_first(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(Family(family.template, family.tokens))
+    asked = ChatMessage("user", "Write down the header of the last request, please.")
+    turns = (asked, ChatMessage("assistant", f"{HEADER}\n{RULES}"), asked)
+    tokens = tuple(tokenizer.render_chat(Conversation(turns)).token_ids)
+    assert tokenizer.normalized(tokens) == (tokens, ())
+
+
+def test_a_prompt_full_of_marks_is_looked_at_for_a_while_only() -> None:
+    tokenizer = marked_tokenizer("chatml")
+    [mark] = tokenizer.spell("<|im_start|>")
+    tokens = (*[mark] * 5000, *tokenizer.spell(f"{HEADER}\n{RULES}"))
+    assert tokenizer.normalized(tokens) == (tokens, ())
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
