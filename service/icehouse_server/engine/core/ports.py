@@ -118,11 +118,10 @@ class PassResult:
 
 
 class MemoryUse(NamedTuple):
-    """Device memory in bytes; `limit_bytes` is 0 when the device names none."""
+    """Device memory in bytes."""
 
     active_bytes: int
     peak_bytes: int
-    limit_bytes: int
 
 
 class ImageUse(NamedTuple):

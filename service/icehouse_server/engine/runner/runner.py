@@ -73,9 +73,9 @@ class RunnerSettings:
     least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
     """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
     less is copied."""
-    memory_limit_bytes: Callable[[], int] = model_loader.device_memory_bytes
-    """What model, KV and cache may take together; asked on the inference thread. Freed buffers that are kept
-    for the next arrays are a share of it."""
+    memory_limit_bytes: int = 0
+    """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
+    the next arrays are a share of it."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -142,7 +142,7 @@ class ModelRunner:
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._warm_up(adapter.name)
-        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes())
+        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         self._lend(kv_bytes_per_token)
@@ -224,9 +224,7 @@ class ModelRunner:
         return self._memory_model
 
     def memory(self) -> MemoryUse:
-        info = mx.device_info()
-        limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
-        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), int(limit))
+        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory())
 
     def close(self) -> None:
         self._thread.check()
