@@ -44,6 +44,7 @@ from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
+from icehouse_server.engine.runner.warm_up import warm_up_rows
 from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -76,6 +77,8 @@ class RunnerSettings:
     memory_limit_bytes: int = 0
     """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
     the next arrays are a share of it."""
+    warms_every_draw: bool = False
+    """Draw once with every option before anybody does, where kernels are compiled when they first run."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -145,6 +148,8 @@ class ModelRunner:
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
+        if self._settings.warms_every_draw:
+            self._draw_every_way()
         self._lend(kv_bytes_per_token)
         shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
@@ -294,6 +299,23 @@ class ModelRunner:
         self.run([])
         mx.reset_peak_memory()
         return footprint
+
+    def _draw_every_way(self) -> None:
+        """Draw with every option that a request can have, by row and, where rows share buffers, there."""
+        for batch in warm_up_rows():
+            rows = {SequenceId(-1 - index): row for index, row in enumerate(batch)}
+            for sequence_id, row in rows.items():
+                self.open(sequence_id)
+                self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
+            self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
+            self.run([])
+            self._pipeline.seat_all()
+            for _ in range(2):
+                self.run([])
+            self.release(list(rows))
+            self.run([])
+        self._pipeline.forget_times()
+        mx.reset_peak_memory()
 
     def _slab_token_limit(self, kv_bytes_per_token: int) -> int:
         """Return how long rows that share buffers may be."""
