@@ -177,6 +177,7 @@ class Engine:
             loop.flush(deadline_time=self._clock.monotonic() + self._settings.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
+            self._runner.end_thread()
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the thread's top: nothing above would see it
             self._fail(error, loop)

@@ -46,7 +46,7 @@ async def test_only_the_inference_thread_touches_mlx(
         for _ in range(2):
             await served.inference.Generate(ask)
         stats = await served.inference.CacheStats(messages.CacheStatsRequest())
-    assert {"eval", "set_cache_limit"} <= set(callers)
+    assert {"eval", "set_cache_limit", "clear_streams"} <= set(callers)
     assert set.union(*callers.values()) == {"inference"}, {
         name: threads for name, threads in callers.items() if threads != {"inference"}
     }

@@ -203,6 +203,9 @@ class SimRunner:
         live = [*self.open_caches.values(), *(row.caches for row in self.decoding.values())]
         return MemoryUse(10 * sum(caches.position for caches in live), 2)
 
+    def end_thread(self) -> None:
+        """It has no streams."""
+
     def close(self) -> None:
         assert self.is_empty, "sequences were left behind"
 

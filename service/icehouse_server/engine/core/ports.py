@@ -194,6 +194,10 @@ class Runner(Protocol):
         """Drop every array, on this thread."""
         ...
 
+    def end_thread(self) -> None:
+        """Let go of what the device keeps for this thread, which computes nothing from now on."""
+        ...
+
 
 class Decoder(Protocol):
     """The tokenizer, as the inference thread needs it: from tokens back to text."""

@@ -239,6 +239,10 @@ class ModelRunner:
         self._model = self._images = None
         mx.clear_cache()
 
+    def end_thread(self) -> None:
+        # What is left to the thread's own destructors may abort the process on CUDA (mlx issue 4506).
+        mx.clear_streams()
+
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
         """Return a sequence's own caches, to be read; valid until the next pass."""
         return self._sequences[sequence_id].row.caches
