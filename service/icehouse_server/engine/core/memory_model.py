@@ -81,8 +81,8 @@ def head_size_of(config: Mapping[str, Any]) -> int:
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
     """Return whether attention over a chunk writes out its scores, for want of a fused kernel.
 
-    As of MLX 0.32: Metal uses one for head sizes of 64, 72, 80, 96 and 128, CUDA (cuDNN) for multiples of 8 up to 128
-    in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
+    As of MLX 0.32: Metal uses one for head sizes of 64, 72, 80, 96 and 128, CUDA (cuDNN) for multiples of 8
+    up to 128 in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
     """
     if device == "metal":
         return head_size not in _METAL_HEAD_SIZES
