@@ -136,6 +136,7 @@ async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
     from icehouse_server.bootstrap.server import build_server
     from icehouse_server.clock import SystemClock
     from icehouse_server.config import load_config
+    from icehouse_server.device import find_device
     from icehouse_server.domain.model import EngineState
     from icehouse_server.engine.loop import EngineLoop
     from icehouse_server.rpc.engine_client.router import Router
@@ -156,6 +157,7 @@ async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
     server = build_server(
         load_config(flags=flags, environ={}).config,
         model=LocalModel(path, path.name),
+        device=find_device(),
         router=router,
         clock=clock,
     )

@@ -15,6 +15,7 @@ ROOMS = (
     "errors",
     "averages",
     "heap",
+    "device",
     "small_file",
     "config",
     "domain",
@@ -76,7 +77,7 @@ ENGINE_FACES = {"engine", "engine.core"}
 
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
-    "mlx": ("engine.kv_cache.", "engine.runner.", "engine.sampling.", "bootstrap.machine"),
+    "mlx": ("device", "engine.kv_cache.", "engine.runner.", "engine.sampling."),
     "mlx_lm": (
         "engine.kv_cache.cache_classes",
         "engine.kv_cache.caches",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
-from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
+from icehouse_server.device import Device
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -43,8 +43,6 @@ class CacheParts:
     """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
 
     settings: PrefixSettings
-    """Without the RAM tier's budget, which is known on the inference thread."""
-    ram_limit_bytes: Callable[[], int]
     adopt_budget_s: float
     storage: Storage | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
@@ -53,7 +51,7 @@ class CacheParts:
     def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
-            settings=dataclasses.replace(self.settings, ram_limit_bytes=self.ram_limit_bytes()),
+            settings=self.settings,
             facts=runner.blocks.facts,
             runner=runner.blocks,
             storage=self.storage,
@@ -71,6 +69,7 @@ def build_cache_parts(
     fingerprint: ModelFingerprint,
     *,
     adapters: Sequence[AdapterSource],
+    device: Device,
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
@@ -89,7 +88,7 @@ def build_cache_parts(
         name_secret=cipher.name_secret if cipher else b"",
         block_token_count=config.block_token_count,
         is_enabled=config.enabled,
-        ram_limit_bytes=0,
+        ram_limit_bytes=cache_limit(config.ram_bytes, device),
         checkpoint_interval_tokens=config.checkpoint_interval_tokens,
         ssd_limit_bytes=config.ssd_bytes if has_storage else 0,
         spill_policy=config.spill_policy,
@@ -113,7 +112,7 @@ def build_cache_parts(
                 load_queue_limit_count=_LOAD_QUEUE_COUNT,
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
-                share_beside_decode=_READ_SHARE_ON_SHARED_CORES if runs_on_cpu() else 1.0,
+                share_beside_decode=1.0 if device.is_gpu else _READ_SHARE_ON_SHARED_CORES,
             ),
             files=files,
             clock=clock,
@@ -122,7 +121,6 @@ def build_cache_parts(
         )
     return CacheParts(
         settings=settings,
-        ram_limit_bytes=cache_limit(config.ram_bytes),
         adopt_budget_s=config.adopt_budget_ms / 1000,
         storage=storage,
     )

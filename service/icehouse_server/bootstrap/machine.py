@@ -1,67 +1,54 @@
-"""Machine limits: memory, device, heap and open files that this process may use.
-
-Of a GPU only MLX knows, and MLX is asked on the inference thread alone: the answers are functions
-that the engine calls there. What the system is asked is asked at once, since that may read files.
+"""Machine limits: memory, heap and open files that this process may use.
 
 glibc's heap under a server that frees large arrays all day, and Python's that is looked through.
 
 How many files and sockets the process may have open.
-
-What MLX would run on here, asked of MLX itself, for `icehouse doctor`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import os
 import platform
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
-from icehouse_server.bootstrap.preload import runs_on_cpu
 from icehouse_server.config.load import environment
-from icehouse_server.engine.runner.model_loader import device_memory_bytes
+from icehouse_server.device import USABLE_SHARE, Device
 
-_SHARE = 0.9
-"""The rest is for Python, gRPC, buffers on their way to SSD, and the user."""
 _CACHE_SHARE_CPU = 0.25
 _CACHE_SHARE_GPU = 0.2
-"""Of what the device may use; model and live KV need the rest."""
+"""Of a device that nobody else uses; model and live KV need the rest."""
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
 
-def memory_limit(configured_bytes: int) -> Callable[[], int]:
-    """Return how to learn what model, KV and cache may take together in bytes; 0 leaves it to the machine.
+def memory_limit(configured_bytes: int, device: Device) -> int:
+    """Return what model, KV and cache may take together in bytes; 0 leaves it to the machine.
 
-    That is most of the device's memory; on a CPU of RAM, or of the container's limit where it is lower.
+    That is most of what is free on the device; where it tells no size (a CPU) of RAM, or of the container's
+    limit where that is lower. Never 0.
     """
-    if configured_bytes:
-        return lambda: configured_bytes
-    if not runs_on_cpu():
-        return lambda: int(_SHARE * device_memory_bytes())
+    if configured_bytes or device.free_bytes:
+        return configured_bytes or device.free_bytes or 0
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit_bytes = int(_SHARE * min(total_bytes, container_limit_bytes(_CGROUP_LIMITS) or total_bytes))
-    return lambda: limit_bytes
+    return int(USABLE_SHARE * min(total_bytes, container_limit_bytes(_CGROUP_LIMITS) or total_bytes))
 
 
-def cache_limit(configured_bytes: int) -> Callable[[], int]:
-    """Return how to learn the RAM tier's budget in bytes; 0 leaves it to the machine.
+def cache_limit(configured_bytes: int, device: Device) -> int:
+    """Return the RAM tier's budget in bytes; 0 leaves it to the machine.
 
     On a CPU a share of what is free now, before the model is there.
     """
     if configured_bytes:
-        return lambda: configured_bytes
-    if not runs_on_cpu():
-        return lambda: int(_CACHE_SHARE_GPU * device_memory_bytes())
+        return configured_bytes
+    if device.free_bytes:
+        return int(_CACHE_SHARE_GPU / USABLE_SHARE * device.free_bytes)
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit_bytes = int(_CACHE_SHARE_CPU * free_bytes)
-    return lambda: limit_bytes
+    return int(_CACHE_SHARE_CPU * free_bytes)
 
 
 def container_limit_bytes(files: tuple[Path, ...]) -> int | None:
@@ -138,23 +125,3 @@ def _set_file_limit(soft: int, hard: int) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Device:
-    """MLX's default device. `memory_bytes` is what it recommends to stay under, None when it says nothing."""
-
-    name: str
-    is_gpu: bool
-    memory_bytes: int | None
-
-
-def find_device() -> Device:
-    """Return MLX's default device. Raises ImportError, with the loader's words, when MLX cannot be loaded."""
-    import mlx.core as mx
-
-    is_gpu = mx.default_device() == mx.Device(mx.gpu)
-    info = mx.device_info()
-    name = info.get("device_name") or info.get("architecture") or "unknown"
-    memory = info.get("max_recommended_working_set_size") or info.get("memory_size")
-    return Device(name=str(name), is_gpu=is_gpu, memory_bytes=int(memory) if memory else None)

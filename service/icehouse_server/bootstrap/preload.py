@@ -30,7 +30,8 @@ _KNOWN_PLACES = (
 
 
 def runs_on_cpu() -> bool:
-    """Whether MLX runs its CPU build here: on Linux, unless a CUDA build is installed."""
+    """Whether MLX will likely run on the CPU of a Linux machine: a guess, for what must come before MLX is
+    imported. Afterwards `icehouse_server.device` knows."""
     return sys.platform == "linux" and not any(_installed(f"mlx-cuda-{n}") for n in (12, 13))
 
 

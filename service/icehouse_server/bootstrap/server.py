@@ -12,12 +12,13 @@ from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, o
 from icehouse_server.bootstrap.kv_events import KvEventParts
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel, check_files
-from icehouse_server.bootstrap.preload import openblas_loaded, runs_on_cpu
+from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
@@ -82,24 +83,30 @@ class Server:
 
 
 def build_server(
-    config: Config, *, model: LocalModel, router: Router, clock: Clock, draft: LocalModel | None = None
+    config: Config,
+    *,
+    model: LocalModel,
+    device: Device,
+    router: Router,
+    clock: Clock,
+    draft: LocalModel | None = None,
 ) -> Server:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
-    source = model_source(config, model)
+    source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:
         source = dataclasses.replace(source, code=fingerprint.code)
-    limits = engine_limits(config)
+    limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
-        settings=runner_settings(config),
+        settings=runner_settings(config, device),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
-        draft_source=draft_source(config.model, draft),
+        draft_source=draft_source(config.model, draft, dtype=source.dtype),
     )
     telemetry = TelemetryParts(config)
     cache = build_cache_parts(
@@ -107,6 +114,7 @@ def build_server(
         config.tenant,
         fingerprint,
         adapters=source.adapters,
+        device=device,
         clock=clock,
         post=telemetry.watching(mailbox.post),
     )
@@ -122,7 +130,7 @@ def build_server(
         mailbox=mailbox,
         listener=EngineListener(router, tokenizer, image_reader(config, source)),
         clock=clock,
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
     kv_events = KvEventParts(config, cache.log, engine=engine, router=router, clock=clock)
     rpc = RpcServer(
@@ -134,24 +142,17 @@ def build_server(
         telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
-    return Server(
-        engine=engine,
-        rpc=rpc,
-        router=router,
-        clock=clock,
-        storage=cache.storage,
-        telemetry=telemetry,
-        kv_events=kv_events,
-    )
+    return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
 
 
-def runner_settings(config: Config) -> RunnerSettings:
+def runner_settings(config: Config, device: Device) -> RunnerSettings:
     """Return how the model is run here."""
     return RunnerSettings(
-        is_pipelined=not runs_on_cpu(),
+        is_pipelined=device.runs_ahead,
         attention=Attention(config.engine.attention),
+        warms_every_draw=device.compiles_at_first_use,
         is_memory_wired=config.engine.wired_memory,
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes),
+        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
         image_feature_limit_bytes=config.engine.image_feature_bytes,
         block_token_count=config.cache.block_token_count,
         kv_bits=config.cache.kv_bits,
@@ -159,14 +160,14 @@ def runner_settings(config: Config) -> RunnerSettings:
     )
 
 
-def draft_source(config: ModelConfig, draft: LocalModel | None) -> ModelSource | None:
-    """Return where the draft model is; its weights have the type that the model's would have."""
+def draft_source(config: ModelConfig, draft: LocalModel | None, *, dtype: str) -> ModelSource | None:
+    """Return where the draft model is; its weights have the type that the model's have."""
     if draft is None:
         return None
     return ModelSource(
         path=draft.path,
         model_id=draft.model_id,
-        dtype=weights_dtype(config),
+        dtype=dtype,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -186,12 +187,12 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     )
 
 
-def model_source(config: Config, model: LocalModel) -> ModelSource:
+def model_source(config: Config, model: LocalModel, *, dtype: str) -> ModelSource:
     """Return what to load; raises ModelError when an adapter's folder holds none."""
     return ModelSource(
         path=model.path,
         model_id=model.model_id,
-        dtype=weights_dtype(config.model),
+        dtype=dtype,
         adapter_path=config.model.adapter_path,
         adapters=tuple(adapter_source(named) for named in config.model.adapters),
         context_token_limit=config.model.context_token_limit,
@@ -228,20 +229,20 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
     return ImageReader(processor, limits, image_token_id=mlx_vlm.image_token_id(model))
 
 
-def weights_dtype(config: ModelConfig) -> str:
+def weights_dtype(config: ModelConfig, device: Device) -> str:
     """Return the weights' type to load, "" for the model's own.
 
     On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
     """
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if runs_on_cpu() and openblas_loaded() else ""
+    return "float32" if not device.is_gpu and openblas_loaded() else ""
 
 
-def engine_limits(whole: Config) -> SchedulerLimits:
+def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
     """Return the scheduler's limits, with the device's defaults for 0."""
     config = whole.engine
-    defaults = CPU_DEFAULTS if runs_on_cpu() else GPU_DEFAULTS
+    defaults = GPU_DEFAULTS if device.is_gpu else CPU_DEFAULTS
     chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count
     return SchedulerLimits(
         running_limit=config.decode_batch_limit or defaults.decode_batch_limit,

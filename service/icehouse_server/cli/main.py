@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from icehouse_server import heap
-from icehouse_server.bootstrap.preload import load_openblas, runs_on_cpu
+from icehouse_server.bootstrap.preload import load_openblas
 from icehouse_server.cli import flags, key, token
 from icehouse_server.cli.cache import commands
 from icehouse_server.cli.client import prefix_cache, server, texts
@@ -50,8 +49,6 @@ def _serve(loaded: LoadedConfig) -> None:
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
-    if runs_on_cpu():
-        heap.keep_freed()
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 

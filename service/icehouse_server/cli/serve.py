@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import uvloop
 
+from icehouse_server import heap
 from icehouse_server.bootstrap.cache import check_directory
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -35,6 +36,7 @@ from icehouse_server.cli.terminal.console import build_progress
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
 from icehouse_server.config.load import environment
+from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
 from icehouse_server.rpc.address import check_address, check_free
@@ -54,12 +56,15 @@ _LOOP_THREADS = "event_loop"
 
 def serve(loaded: LoadedConfig) -> None:
     """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
+    device = find_device()
+    if not device.is_gpu:
+        heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config.connection)
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
-        runner.run(_serve(loaded.config, SystemClock(), manager))
+        runner.run(_serve(loaded.config, SystemClock(), manager, device))
 
 
 def _allow_open_files(connection: ConnectionConfig) -> None:
@@ -72,7 +77,7 @@ def _allow_open_files(connection: ConnectionConfig) -> None:
     _log.warning("open_files_short", extra={"limit": allowed, "wanted": wanted, "detail": detail})
 
 
-async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:
+async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: Device) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
@@ -87,7 +92,7 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager) -> None:
             fields.update(draft_model=draft.model_id, draft_path=draft.path)
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
-        server = build_server(config, model=model, draft=draft, router=router, clock=clock)
+        server = build_server(config, model=model, draft=draft, device=device, router=router, clock=clock)
     stop_signal = _listen_for_signals()
     address = await server.rpc.start()
     try:

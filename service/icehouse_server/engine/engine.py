@@ -50,9 +50,8 @@ class EngineSettings:
 class Engine:
     """Owns the inference thread. Its public methods may be called from any thread and never block.
 
-    `runner`, `make_prefix` and `memory_limit_bytes` are called on the inference thread alone; the last
-    is asked once, after the model was loaded, and 0 is no limit. `mailbox` is its only ear: the SSD tier
-    posts its outcomes there.
+    `runner` and `make_prefix` are called on the inference thread alone. A `memory_limit_bytes` of 0 is no
+    limit. `mailbox` is its only ear: the SSD tier posts its outcomes there.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Engine:
         mailbox: Mailbox[Message],
         listener: Listener,
         clock: Clock,
-        memory_limit_bytes: Callable[[], int] = lambda: 0,
+        memory_limit_bytes: int = 0,
     ) -> None:
         self._settings = settings
         self._runner = runner
@@ -178,6 +177,7 @@ class Engine:
             loop.flush(deadline_time=self._clock.monotonic() + self._settings.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
+            self._runner.end_thread()
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the thread's top: nothing above would see it
             self._fail(error, loop)
@@ -198,7 +198,7 @@ class Engine:
         )
         guard = MemoryGuard(
             memory_model,
-            limit_bytes=self._memory_limit_bytes(),
+            limit_bytes=self._memory_limit_bytes,
             weight_bytes=model.resident_bytes,
             chunk_token_count=limits.prefill_chunk_token_count,
             measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),

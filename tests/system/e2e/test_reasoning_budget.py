@@ -186,7 +186,7 @@ def test_a_parked_output_goes_on_with_what_is_left_of_its_budget(
     with CacheServer(folder, None, is_pipelined=is_pipelined) as served:
         undisturbed = outputs(served)
     monkeypatch.setattr(cache_server, "ModelRunner", PressedRunner)
-    limited = functools.partial(Engine, memory_limit_bytes=lambda: 1 << 30)
+    limited = functools.partial(Engine, memory_limit_bytes=1 << 30)
     monkeypatch.setattr(cache_server, "Engine", limited)
     with CacheServer(folder, None, is_pipelined=is_pipelined) as served:
         parked = outputs(served)

@@ -195,7 +195,7 @@ async def live_server(
             ),
             waiting=WaitingLimits(request_limit=waiting_limit),
         ),
-        memory_limit_bytes=lambda: memory_limit_bytes,
+        memory_limit_bytes=memory_limit_bytes,
         tokenizer=FakeDecoder(decode),
         mailbox=Mailbox(limit=1000),
         listener=seam,

@@ -66,7 +66,7 @@ class PressedRunner(ModelRunner):
         super().release(sequence_ids)
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(2 * _LIMIT_BYTES if self._is_full else 0, 0, 0)
+        return MemoryUse(2 * _LIMIT_BYTES if self._is_full else 0, 0)
 
 
 @pytest.mark.parametrize("with_ssd", [True, False], ids=["to SSD", "from RAM or anew"])
@@ -81,9 +81,7 @@ def test_parked_sequences_go_on_with_the_same_tokens(
             for name, (tokens, sampling) in _REQUESTS.items()
         }
     monkeypatch.setattr(cache_server, "ModelRunner", PressedRunner)
-    monkeypatch.setattr(
-        cache_server, "Engine", functools.partial(Engine, memory_limit_bytes=lambda: _LIMIT_BYTES)
-    )
+    monkeypatch.setattr(cache_server, "Engine", functools.partial(Engine, memory_limit_bytes=_LIMIT_BYTES))
     with CacheServer(folder, tmp_path / "blocks" if with_ssd else None, is_pipelined=not with_ssd) as served:
         for name, (tokens, sampling) in _REQUESTS.items():
             served.submit(

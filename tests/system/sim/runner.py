@@ -201,7 +201,10 @@ class SimRunner:
     def memory(self) -> MemoryUse:
         """Ten bytes for each token of each live sequence, as the model of `memory_model` says."""
         live = [*self.open_caches.values(), *(row.caches for row in self.decoding.values())]
-        return MemoryUse(10 * sum(caches.position for caches in live), 2, 3)
+        return MemoryUse(10 * sum(caches.position for caches in live), 2)
+
+    def end_thread(self) -> None:
+        """It has no streams."""
 
     def close(self) -> None:
         assert self.is_empty, "sequences were left behind"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import subprocess
 import sys
 
 import pytest
-from icehouse_server.bootstrap.machine import allow_open_files
+from icehouse_server.bootstrap.machine import allow_open_files, cache_limit, memory_limit
+from icehouse_server.device import Backend, Device
 
 from tests.fixtures.patience import BOUND_S
 
@@ -56,7 +58,8 @@ def test_what_is_loaded_is_not_looked_through_again_and_what_comes_later_is() ->
 
 _FILES_SCRIPT = """
 import resource, sys
-from icehouse_server.bootstrap.machine import allow_open_files
+from icehouse_server.bootstrap.machine import allow_open_files, cache_limit, memory_limit
+from icehouse_server.device import Backend, Device
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(allow_open_files(wanted), *resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -94,3 +97,13 @@ def test_a_system_that_refuses_what_its_hard_limit_allows_is_asked_for_less(
     monkeypatch.setattr("resource.getrlimit", lambda _what: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr("resource.setrlimit", refuse)
     assert allow_open_files(100_000) == 10_240 and asked == [100_000, 10_240]
+
+
+def test_a_device_that_tells_no_size_is_bounded_by_the_hosts_memory() -> None:
+    """The guard would be off with 0."""
+    silent, told = Device("X", Backend.CUDA), Device("X", Backend.CUDA, 10 << 30, 9 << 30)
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < cache_limit(0, silent) < memory_limit(0, silent) < host_bytes
+    assert memory_limit(0, silent) == memory_limit(0, Device("X", Backend.CPU))
+    assert (cache_limit(0, told), memory_limit(0, told)) == (2 << 30, 9 << 30)
+    assert memory_limit(123, told) == cache_limit(123, told) == 123

@@ -5,26 +5,32 @@ from __future__ import annotations
 import pytest
 from icehouse_server.bootstrap import server
 from icehouse_server.config import Config, EngineConfig
+from icehouse_server.device import Backend, Device
 from icehouse_server.engine.runner.forward import Attention
 
+CPU = Device("EPYC", Backend.CPU)
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_passes_run_ahead_where_the_device_computes_on_its_own(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
-) -> None:
-    """On Metal and CUDA; the dispatch of MLX's CPU build waits."""
-    monkeypatch.setattr(server, "runs_on_cpu", lambda: on_cpu)
-    assert server.runner_settings(Config()).is_pipelined is not on_cpu
+
+@pytest.mark.parametrize("backend", Backend)
+def test_the_device_decides_how_passes_run(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead on Metal and CUDA, whatever packages are there; the dispatch of MLX's CPU build waits."""
+    monkeypatch.setattr(server, "openblas_loaded", lambda: True)
+    device, config = Device("X", backend), Config()
+    on_cpu = backend is Backend.CPU
+    assert server.runner_settings(config, device).is_pipelined is not on_cpu
+    defaults = server.CPU_DEFAULTS if on_cpu else server.GPU_DEFAULTS
+    assert server.engine_limits(config, device).running_limit == defaults.decode_batch_limit
+    assert server.weights_dtype(config.model, device) == ("float32" if on_cpu else "")
 
 
 @pytest.mark.parametrize("attention", [each.value for each in Attention])
 def test_a_setting_forces_how_rows_attend(attention: str) -> None:
-    settings = server.runner_settings(Config(engine=EngineConfig(attention=attention)))
+    settings = server.runner_settings(Config(engine=EngineConfig(attention=attention)), CPU)
     assert settings.attention is Attention(attention)
-    assert server.runner_settings(Config()).attention is Attention.AUTO
+    assert server.runner_settings(Config(), CPU).attention is Attention.AUTO
 
 
 def test_memory_is_not_wired_unless_asked_for() -> None:
     """Wired memory is what macOS kernel panics under MLX were traced to (mlx issue 3186)."""
-    assert not server.runner_settings(Config()).is_memory_wired
-    assert server.runner_settings(Config(engine=EngineConfig(wired_memory=True))).is_memory_wired
+    assert not server.runner_settings(Config(), CPU).is_memory_wired
+    assert server.runner_settings(Config(engine=EngineConfig(wired_memory=True)), CPU).is_memory_wired

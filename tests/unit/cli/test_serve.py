@@ -23,6 +23,7 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import ConnectionConfig, load_config
+from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import Reason, StartError
@@ -231,7 +232,7 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
 async def test_an_open_address_is_refused_before_a_model_is_looked_for() -> None:
     config = load_config(flags={"server.host": "0.0.0.0", "model.model": "no/such folder"}, environ={}).config
     with pytest.raises(StartError) as caught:
-        await serve._serve(config, SystemClock(), ServiceManager(None))
+        await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
     assert caught.value.reason is Reason.ADDRESS_INSECURE
 
 
@@ -252,7 +253,7 @@ async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path
             held.callback(os.close, take_lock(SystemFiles(), StorePaths(str(tmp_path / "cache"))))
         config = load_config(flags=flags, environ={}).config
         with pytest.raises(StartError) as caught:
-            await serve._serve(config, SystemClock(), ServiceManager(None))
+            await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
     assert caught.value.reason is (Reason.STORE_LOCKED if taken == "cache" else Reason.ADDRESS_IN_USE)
     assert taken == "cache" or not (tmp_path / "cache").exists()
 
@@ -272,5 +273,5 @@ async def test_the_log_says_that_the_cache_is_had_only_where_it_is(
             flags = {"server.port": 0, "cache.directory": str(blocks), "model.model": str(model)}
             config = load_config(flags=flags, environ={}).config
             with pytest.raises(StartError, match=f"is in use by process {os.getpid()}"):
-                await serve._serve(config, SystemClock(), ServiceManager(None))
+                await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
             assert told() == []

@@ -9,6 +9,7 @@ import click
 import pytest
 import typer
 from icehouse.v1 import usage_pb2
+from icehouse_server import device
 from icehouse_server.bootstrap import machine
 from icehouse_server.cli.main import app
 
@@ -61,5 +62,5 @@ def test_the_page_on_prefill_has_every_reason() -> None:
 
 
 def test_the_sizes_of_macs_are_of_the_servers_own_shares() -> None:
-    assert capacity._LIMIT_SHARE == machine._SHARE
+    assert capacity._LIMIT_SHARE == device.USABLE_SHARE
     assert capacity._RAM_TIER_SHARE == machine._CACHE_SHARE_GPU

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from icehouse_server.bootstrap.machine import allow_open_files, find_device, wanted_file_count
+from icehouse_server.bootstrap.machine import allow_open_files, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
@@ -22,6 +22,7 @@ from icehouse_server.config import Config
 from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
+from icehouse_server.device import find_device
 from icehouse_server.domain.model import Sight
 from icehouse_server.errors import ModelError, StartError, extra_command
 from icehouse_server.rpc.address import check_free
@@ -104,8 +105,8 @@ def check_files(config: Config) -> Check:
 
 def check_blas(config: Config) -> Check:
     """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
-    if not runs_on_cpu():
-        return Check("blas", Verdict.OK, "not needed: the GPU multiplies the matrices")
+    if not runs_on_cpu() or _has_gpu():
+        return Check("blas", Verdict.OK, "not needed: MLX brings its own multiplication of matrices")
     library = find_openblas()
     if library is None:
         advice = "install OpenBLAS for about 6 times faster prefill: apt-get install libopenblas0-pthread"
@@ -115,6 +116,13 @@ def check_blas(config: Config) -> Check:
     if not config.engine.preload_enabled and not openblas_loaded():
         return Check("blas", Verdict.WARN, f"{library}, but preloading is off", "drop --no-preload")
     return Check("blas", Verdict.OK, f"{library}, preloaded by serve and demo; weights load as float32")
+
+
+def _has_gpu() -> bool:
+    try:
+        return find_device().is_gpu
+    except ImportError:  # of which another check tells
+        return False
 
 
 def check_model(config: Config) -> Check:

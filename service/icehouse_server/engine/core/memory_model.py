@@ -13,7 +13,7 @@ from typing import Any
 from icehouse_server.domain.request import ImageInput
 from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength, slot_room
 
-_METAL_HEAD_SIZES = (64, 80, 128)
+_METAL_HEAD_SIZES = (64, 72, 80, 96, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
 _OUTPUT_ALLOWANCE = 256
 """Output tokens a sequence is let in for; what comes beyond is met by making room, or by parking."""
@@ -81,8 +81,8 @@ def head_size_of(config: Mapping[str, Any]) -> int:
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:
     """Return whether attention over a chunk writes out its scores, for want of a fused kernel.
 
-    As of MLX 0.32: Metal has one for head sizes of 64, 80 and 128, CUDA (cuDNN) for multiples of 8 up to 128
-    in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
+    As of MLX 0.32: Metal uses one for head sizes of 64, 72, 80, 96 and 128, CUDA (cuDNN) for multiples of 8
+    up to 128 in 16 bits, the CPU none. `device` is "cpu", "metal" or "cuda"; a `head_size` of 0 is unknown.
     """
     if device == "metal":
         return head_size not in _METAL_HEAD_SIZES

@@ -118,11 +118,10 @@ class PassResult:
 
 
 class MemoryUse(NamedTuple):
-    """Device memory in bytes; `limit_bytes` is 0 when the device names none."""
+    """Device memory in bytes."""
 
     active_bytes: int
     peak_bytes: int
-    limit_bytes: int
 
 
 class ImageUse(NamedTuple):
@@ -193,6 +192,10 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Drop every array, on this thread."""
+        ...
+
+    def end_thread(self) -> None:
+        """Let go of what the device keeps for this thread, which computes nothing from now on."""
         ...
 
 

@@ -26,7 +26,7 @@ from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, 
 from icehouse_server.engine.kv_cache.held import Held, HeldSegments
 from icehouse_server.engine.kv_cache.load_target import KvShape, uninitialised
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, Place, places_of
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, Place, evaluate, places_of
 from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
@@ -234,7 +234,9 @@ class KvCutting:
     def region(self) -> ArrayRegion:
         """Return the whole region; only when done."""
         assert self.is_done, f"{self._done_count} of {len(self._parts)} layers are cut"
-        return ArrayRegion(RegionKind.KV, tuple(self._buffers), self._places)
+        region = ArrayRegion(RegionKind.KV, tuple(self._buffers), self._places)
+        evaluate([region])
+        return region
 
     def _make_buffers(self, caches: Sequence[Any]) -> None:
         count = self._stop - self._start

@@ -59,6 +59,7 @@ class ArrayRegion:
     buffers: tuple[mx.array, ...]
     places: tuple[Place, ...]
     _views: list[tuple[str, mx.array]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    _flat: list[mx.array] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [place.name for place in self.places]
@@ -81,6 +82,13 @@ class ArrayRegion:
         if not self._views:
             self._views.extend((place.name, self._view(place)) for place in self.places)
         return tuple(self._views)
+
+    @property
+    def flat(self) -> Sequence[mx.array]:
+        """The buffers as bytes. Evaluated with them: later that would come behind a pass in flight."""
+        if not self._flat:
+            self._flat.extend(b.reshape(-1).view(mx.uint8) if b.size else b for b in self.buffers)
+        return self._flat
 
     def _view(self, place: Place) -> mx.array:
         buffer = self.buffers[place.buffer]
@@ -121,7 +129,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 def evaluate(regions: Iterable[ArrayRegion]) -> None:
     """Compute every array of these regions in one go."""
-    mx.eval([buffer for region in regions for buffer in region.buffers])
+    mx.eval([array for region in regions for array in (*region.buffers, *region.flat)])
 
 
 def dispatch(regions: Iterable[ArrayRegion]) -> None:
@@ -129,17 +137,17 @@ def dispatch(regions: Iterable[ArrayRegion]) -> None:
 
     From then on what they were cut out of may be written to: a device does its work in the order it came in.
     """
-    mx.async_eval([buffer for region in regions for buffer in region.buffers])  # type: ignore[no-untyped-call]
+    arrays = [array for region in regions for array in (*region.buffers, *region.flat)]
+    mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 
 
 def to_host(region: ArrayRegion) -> HostRegion:
-    """Evaluate the region and return views of its bytes, bit for bit, without a copy.
+    """Return views of the region's bytes, bit for bit, without a copy. One that was dispatched is waited for,
+    and nothing behind it.
 
     A view owns a reference to its array's buffer, so the bytes stay until the last view goes.
     """
-    flat = [buffer.reshape(-1).view(mx.uint8) if buffer.size else buffer for buffer in region.buffers]
-    mx.eval(flat)
-    views = [bytes_of(each) for each in flat]
+    views = [bytes_of(each) for each in region.flat]
     return HostRegion(region.kind, tuple(_host_tensor(region, place, views) for place in region.places))
 
 
@@ -180,7 +188,7 @@ def array_of(tensor: HostTensor) -> mx.array:
 
 
 def bytes_of(flat: mx.array) -> memoryview:
-    """Return a writable view of an evaluated array of bytes; it owns a reference to the array's buffer."""
+    """Return a writable view of an array of bytes, evaluated; it owns a reference to the array's buffer."""
     if flat.size == 0:
         return memoryview(b"")
     # An mx.array has the buffer protocol; its type stubs do not say so.

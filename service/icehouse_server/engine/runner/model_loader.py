@@ -14,6 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
+from icehouse_server.device import Backend, find_backend, find_device
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo, Sight
 from icehouse_server.engine.core.kv_growth import KvGrowth
@@ -278,21 +279,14 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     floating = [a.dtype for _, a in parameters_of(loaded.model) if mx.issubdtype(a.dtype, mx.floating)]
     compute_bytes = floating[0].size if floating else 4
     is_kept = keeps_scores(
-        device=_device_kind(), head_size=head_size_of(loaded.config), compute_bytes=compute_bytes
+        device=find_backend().value, head_size=head_size_of(loaded.config), compute_bytes=compute_bytes
     )
     return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
 
 
 def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
     """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
-    return None if loaded.tower is None else loaded.tower.shape(device=_device_kind())
-
-
-def device_memory_bytes() -> int:
-    """Return what a process should use at most: Metal's recommended working set, or all there is."""
-    info = mx.device_info()
-    found = info.get("max_recommended_working_set_size") or info.get("memory_size")
-    return int(found or info.get("total_memory") or 0)
+    return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
 
 
 def kv_growth() -> KvGrowth:
@@ -300,16 +294,9 @@ def kv_growth() -> KvGrowth:
 
     Fused attention of a single token wants lengths that are multiples of 256 on CUDA (MLX 0.32, cuDNN).
     """
-    return KvGrowth(_CUDA_GRID_TOKEN_COUNT if _device_kind() == "cuda" else 1)
-
-
-def _device_kind() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+    return KvGrowth(_CUDA_GRID_TOKEN_COUNT if find_backend() is Backend.CUDA else 1)
 
 
 def _device_name() -> str:
-    info = mx.device_info()
-    kind = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
-    return f"{kind}: {info.get('device_name', info.get('architecture', 'unknown'))}"
+    device = find_device()
+    return f"{'gpu' if device.is_gpu else 'cpu'}: {device.name}"

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.ids import AdapterName, SequenceId
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
@@ -108,6 +108,16 @@ class Pipeline:
             return self._result(told, before, is_behind=True)
         told += self._collect(current, is_fed=False)
         return self._result(told, current, is_behind=False)
+
+    def seat_all(self) -> None:
+        """Let those that decode share buffers, whatever it costs, if they ever may and are enough for it."""
+        rows = {s.row: 1 for s in self._decoding.values() if s.row.seated_caches is None}
+        if self.slab_token_limit:
+            self.forwards[NO_ADAPTER].seat_together(rows, token_limit=self.slab_token_limit)
+
+    def forget_times(self) -> None:
+        """Choose how rows attend as if none had been timed."""
+        self._slab_choice = SlabChoice()
 
     def release(self, sequence: OpenSequence) -> None:
         """Forget a sequence; what is in flight of it is not told."""

@@ -44,6 +44,7 @@ from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
+from icehouse_server.engine.runner.warm_up import warm_up_rows
 from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
@@ -73,9 +74,11 @@ class RunnerSettings:
     least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
     """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
     less is copied."""
-    memory_limit_bytes: Callable[[], int] = model_loader.device_memory_bytes
-    """What model, KV and cache may take together; asked on the inference thread. Freed buffers that are kept
-    for the next arrays are a share of it."""
+    memory_limit_bytes: int = 0
+    """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
+    the next arrays are a share of it."""
+    warms_every_draw: bool = False
+    """Draw once with every option before anybody does, where kernels are compiled when they first run."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -142,9 +145,11 @@ class ModelRunner:
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._warm_up(adapter.name)
-        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes())
+        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
+        if self._settings.warms_every_draw:
+            self._draw_every_way()
         self._lend(kv_bytes_per_token)
         shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
@@ -224,9 +229,7 @@ class ModelRunner:
         return self._memory_model
 
     def memory(self) -> MemoryUse:
-        info = mx.device_info()
-        limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
-        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), int(limit))
+        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory())
 
     def close(self) -> None:
         self._thread.check()
@@ -235,6 +238,10 @@ class ModelRunner:
         self._pipeline.clear()
         self._model = self._images = None
         mx.clear_cache()
+
+    def end_thread(self) -> None:
+        # What is left to the thread's own destructors may abort the process on CUDA (mlx issue 4506).
+        mx.clear_streams()
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
         """Return a sequence's own caches, to be read; valid until the next pass."""
@@ -296,6 +303,23 @@ class ModelRunner:
         self.run([])
         mx.reset_peak_memory()
         return footprint
+
+    def _draw_every_way(self) -> None:
+        """Draw with every option that a request can have, by row and, where rows share buffers, there."""
+        for batch in warm_up_rows():
+            rows = {SequenceId(-1 - index): row for index, row in enumerate(batch)}
+            for sequence_id, row in rows.items():
+                self.open(sequence_id)
+                self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
+            self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
+            self.run([])
+            self._pipeline.seat_all()
+            for _ in range(2):
+                self.run([])
+            self.release(list(rows))
+            self.run([])
+        self._pipeline.forget_times()
+        mx.reset_peak_memory()
 
     def _slab_token_limit(self, kv_bytes_per_token: int) -> int:
         """Return how long rows that share buffers may be."""

@@ -90,7 +90,7 @@ def _sample(
         drawn_rows = [rows[i] for i in random_indices]
         everyone = len(random_indices) == len(rows)
         chosen = logits if everyone else logits[mx.array(random_indices)]
-        drawn = _draw(chosen.astype(mx.float32), drawn_rows, may_wait=may_wait)
+        drawn = _draw(chosen, drawn_rows, may_wait=may_wait)
         if everyone:
             tokens = drawn
         else:
@@ -122,7 +122,7 @@ def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bo
 
 def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
     """Draw each row's token from its filtered distribution at its temperature. Returns [rows]."""
-    logits = filter_logits(logits, rows, may_wait=may_wait)
+    logits = filter_logits(logits, rows, may_wait=may_wait).astype(mx.float32)
     temperatures = mx.array([[row.params.temperature] for row in rows], dtype=mx.float32)
     scaled = (logits - mx.max(logits, axis=-1, keepdims=True)) / temperatures
     block_count = -(-scaled.shape[-1] // _BLOCK_TOKEN_COUNT)
@@ -181,7 +181,7 @@ def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: boo
     distances = _distances(logits)
     farthest = mx.full((len(params), 1), math.inf)
     if any(top_p < 1.0 for top_p in top_ps) or any(top_ks):
-        farthest = reach(distances, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
+        farthest = reach(distances, logits, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
     if any(p.min_p > 0.0 for p in params):
         least = mx.array([[-math.log(p.min_p) if p.min_p > 0 else math.inf] for p in params])
         farthest = mx.minimum(farthest, least)
@@ -189,14 +189,15 @@ def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: boo
 
 
 def _distances(logits: mx.array) -> mx.array:
-    """Return how much each logit lies below the highest of its row."""
+    """Return how much each logit lies below the highest of its row, in float32."""
+    logits = logits.astype(mx.float32)
     return mx.max(logits, axis=-1, keepdims=True) - logits
 
 
 def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Apply XTC (exclude top choices, p-e-w 2024): now and then drop every token likelier than the threshold
     but the least likely one of them. End tokens stay, or outputs would run on."""
-    probabilities = mx.softmax(logits, axis=-1)
+    probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
     thresholds = mx.array([[row.params.xtc_threshold] for row in rows], dtype=mx.float32)
     above = probabilities > thresholds
     least = mx.min(mx.where(above, probabilities, math.inf), axis=-1, keepdims=True)
@@ -213,5 +214,5 @@ def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool
     """Apply top_k to what XTC left."""
     top_ks = [min(row.params.top_k, logits.shape[-1]) for row in rows]
     distances = _distances(logits)
-    farthest = reach(distances, top_ps=[1.0] * len(rows), top_ks=top_ks, may_wait=may_wait)
+    farthest = reach(distances, logits, top_ps=[1.0] * len(rows), top_ks=top_ks, may_wait=may_wait)
     return mx.where(distances > farthest, -math.inf, logits)

@@ -6,13 +6,17 @@ other, and are kept or excluded together. What is kept is everything up to some 
 last one with less than its share of the mass before it, top_k for the last one with fewer tokens before it.
 
 On a device that answers later this is a search by halves, over the bits of the distance: 31 masked sums, no
-sort and no wait. MLX sorts a row of 262,144 logits in one block of threads on CUDA, and on Metal the first
-few of them are picked by sorting all (MLX 0.32, read and not timed). Where the logits are in reach of the
-host, numpy picks the first few thousand and sorts those, and all in the rare row that needs more.
+sort and no wait. Logits of 16 bits are searched by their ranks, in 16 sums, and keep the same tokens, since
+sums in a fixed order never fall as more is added. MLX sorts a row of 262,144 logits in one block of threads
+on CUDA, and on Metal the first few of them are picked by sorting all (MLX 0.32, read and not timed).
+
+Where the logits are in reach of the host, numpy picks the first few thousand and sorts those, and all in the
+rare row that needs more.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -24,15 +28,25 @@ CANDIDATE_COUNT = 4096
 """Tokens that are ranked first on the host."""
 _DISTANCE_BITS = 31
 """A distance is a float32 without a sign, whose bits are in the order of its values."""
+_HALF_BYTES, _HALF_BITS = 2, 16
+_SIGN = 1 << 15
 
 Distances = npt.NDArray[np.float32]
 
 
-def reach(distances: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int], may_wait: bool) -> mx.array:
-    """Return the farthest distance kept in each row, [rows, 1]; inf where nothing is excluded.
+def reach(
+    distances: mx.array,
+    logits: mx.array,
+    *,
+    top_ps: Sequence[float],
+    top_ks: Sequence[int],
+    may_wait: bool,
+) -> mx.array:
+    """Return the farthest distance kept in each row, [rows, 1]; at least the farthest that there is where
+    nothing is excluded.
 
-    `distances` is [rows, vocabulary] float32; a top_p of 1 and a top_k of 0 exclude nothing. With `may_wait`
-    the distances are waited for where the host can read them in place.
+    `distances` is [rows, vocabulary] float32, of `logits` in any float type; a top_p of 1 and a top_k of 0
+    exclude nothing. With `may_wait` the distances are waited for where the host can read them in place.
     """
     if may_wait and mx.default_device() == mx.Device(mx.cpu):
         mx.eval(distances)
@@ -43,32 +57,67 @@ def reach(distances: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int]
                 for row, top_p, top_k in zip(table, top_ps, top_ks, strict=True)
             ]
         return mx.array(found, dtype=mx.float32)[:, None]
-    return _searched_reach(distances, top_ps=top_ps, top_ks=top_ks)
+    return _searched_reach(distances, logits, top_ps=top_ps, top_ks=top_ks)
 
 
-def _searched_reach(distances: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int]) -> mx.array:
+def _searched_reach(
+    distances: mx.array, logits: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int]
+) -> mx.array:
     """Search for the farthest distance with less mass and fewer tokens before it than are asked for."""
-    keys = distances.view(mx.int32)
-    count = mx.array([[top_k or math.inf] for top_k in top_ks], dtype=mx.float32)
-    has_mass, has_count = any(top_p < 1.0 for top_p in top_ps), any(top_ks)
-    mass, weights = mx.zeros((len(top_ps), 1)), mx.zeros((1, 1))
-    if has_mass:
+    if logits.dtype.size == _HALF_BYTES:
+        keys, bit_count = _ranks(logits), _HALF_BITS
+    else:
+        keys, bit_count = distances.view(mx.int32), _DISTANCE_BITS
+    masses, counts = [], []
+    if any(top_p < 1.0 for top_p in top_ps):
         weights = mx.exp(-distances)
         share = mx.array([[top_p if top_p < 1.0 else math.inf] for top_p in top_ps], dtype=mx.float32)
-        mass = share * mx.sum(weights, axis=-1, keepdims=True)
-    found = mx.zeros((len(top_ps), 1), dtype=mx.int32)
-    for bit in reversed(range(_DISTANCE_BITS)):
-        tried = found + (1 << bit)
-        is_before = keys < tried
-        is_kept = mx.array(True)
-        if has_mass:
-            is_kept = mx.sum(mx.where(is_before, weights, 0.0), axis=-1, keepdims=True) < mass
-        if has_count:
-            is_kept = is_kept & (mx.sum(is_before, axis=-1, keepdims=True) < count)
-        found = mx.where(is_kept, tried, found)
-    # The largest key of all is a NaN's, and what is kept up to there is everything.
-    is_all = found == (1 << _DISTANCE_BITS) - 1
-    return mx.where(is_all, math.inf, found.view(mx.float32))
+        masses.append((weights, share * mx.sum(weights, axis=-1, keepdims=True)))
+    if any(top_ks):
+        counts.append(mx.array([[top_k or math.inf] for top_k in top_ks], dtype=mx.float32))
+    if not masses and not counts:
+        return mx.full((len(top_ps), 1), math.inf)
+    halve = _compiled_halve if _compiles() else _halve
+    found = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
+    for bit in reversed(range(bit_count)):
+        found = halve(found, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
+    return mx.max(mx.where(keys <= found, distances, 0.0), axis=-1, keepdims=True)
+
+
+def _halve(
+    found: mx.array,
+    step: mx.array,
+    keys: mx.array,
+    masses: Sequence[tuple[mx.array, mx.array]],
+    counts: Sequence[mx.array],
+) -> mx.array:
+    """Return the key found so far, a step further where what lies before that is less than the limits."""
+    # Sum and union are the same here, and two kernels that would share a sum would have it made by a third.
+    is_before = keys < (found | step)
+    is_kept = [
+        mx.sum(mx.where(is_before, weights, 0.0), axis=-1, keepdims=True) < mass for weights, mass in masses
+    ]
+    is_kept += [mx.sum(is_before, axis=-1, keepdims=True) < count for count in counts]
+    return mx.where(functools.reduce(mx.logical_and, is_kept), found + step, found)
+
+
+_compiled_halve = mx.compile(_halve)
+"""Three kernels a round, five where rows ask for both, instead of six and nine. The step is an array: as a
+number it would be a part of the kernel, and each round would have kernels of its own."""
+
+
+def _compiles() -> bool:
+    """Whether it is worth it: MLX's CPU build would call a C++ compiler, which may not be there."""
+    return bool(mx.default_device() != mx.Device(mx.cpu))
+
+
+def _ranks(logits: mx.array) -> mx.array:
+    """Return uint16 keys of logits in 16 bits: the higher a logit, the lower its key.
+
+    The bits of positive numbers are in the order of their values, those of negative ones in the opposite.
+    """
+    bits = logits.view(mx.uint16)
+    return mx.where(bits < _SIGN, _SIGN - 1 - bits, bits)
 
 
 def _ranked_reach(distances: Distances, *, top_p: float, top_k: int) -> float:

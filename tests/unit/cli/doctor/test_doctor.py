@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap.machine import Device
 from icehouse_server.cli.doctor import cache_checks, doctor
 from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.config import (
@@ -20,6 +19,7 @@ from icehouse_server.config import (
     ModelConfig,
     ServerConfig,
 )
+from icehouse_server.device import Backend, Device
 
 from tests.fixtures.models.chat_templates import HEADERS, THINKING, write_family
 from tests.fixtures.storage.blocks import make_chain
@@ -157,14 +157,26 @@ def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: 
     assert doctor.check_blas(Config(engine=EngineConfig(preload_enabled=False))).verdict is Verdict.WARN
 
 
-def test_a_gpu_needs_no_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: False)
+@pytest.mark.parametrize(
+    ("looks_like_cpu", "backend"),
+    [
+        pytest.param(False, Backend.METAL, id="a Mac"),
+        pytest.param(False, Backend.CPU, id="a Mac without Metal, whose system has a BLAS"),
+        pytest.param(True, Backend.CUDA, id="MLX built with CUDA from source"),
+    ],
+)
+def test_a_gpu_needs_no_openblas(
+    looks_like_cpu: bool, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "runs_on_cpu", lambda: looks_like_cpu)
+    monkeypatch.setattr(doctor, "find_device", lambda: Device("X", backend))
+    monkeypatch.setattr(doctor, "find_openblas", lambda: None)
     assert doctor.check_blas(Config()).verdict is Verdict.OK
 
 
 def test_a_mac_without_metal_is_told_about_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr(doctor, "find_device", lambda: Device(name="M4", is_gpu=False, memory_bytes=None))
+    monkeypatch.setattr(doctor, "find_device", lambda: Device("M4", Backend.CPU))
     check = doctor.check_device(Config())
     assert check.verdict is Verdict.WARN and "Dockerfile.macos-notes" in check.advice
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.errors import StorageError
@@ -90,6 +92,35 @@ def test_a_cut_waits_for_no_pass_in_flight_and_holds_what_a_waited_one_holds(
         for one, other in zip(ours.tensors, theirs.tensors, strict=True):
             assert (one.name, one.dtype, one.shape) == (other.name, other.dtype, other.shape)
             assert bytes(one.data) == bytes(other.data)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
+    tmp_path: Path, architecture: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full RAM tier spills a block for each that it takes in: once a prompt's chunk in steady state."""
+    kinds = KINDS[architecture]
+    runner = runner_of(tiny_model_dir(tmp_path, architecture), is_pipelined=True)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    found = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=kinds)
+    if in_parts and RegionKind.KV in kinds:
+        cutting = runner.blocks.begin_cut(start=0, stop=16)
+        while (region := runner.blocks.continue_cut(SequenceId(1), cutting, budget_s=0.0)) is None:
+            pass
+        found[RegionKind.KV] = region
+    runner.run([Chunk(SequenceId(1), PROMPT[16:], row=DecodeRow(SamplingParams(), prompt_token_ids=PROMPT))])
+    waits, graph, really = Waits(monkeypatch), io.StringIO(), regions.bytes_of
+
+    def read(flat: mx.array) -> memoryview:
+        mx.export_to_dot(graph, flat)
+        return really(flat)
+
+    monkeypatch.setattr(regions, "bytes_of", read)
+    runner.blocks.to_host([found[kind] for kind in kinds])
+    assert graph.getvalue() and "shape=rectangle" not in graph.getvalue(), "something was left to compute"
+    assert waits.count == 0
 
 
 def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:

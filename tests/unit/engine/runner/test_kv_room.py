@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.device import Backend
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
@@ -49,7 +50,7 @@ def test_arrays_have_the_room_that_the_guard_charges(tmp_path: Path, architectur
 def test_arrays_of_a_device_that_wants_multiples_are_multiples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("icehouse_server.engine.runner.model_loader._device_kind", lambda: "cuda")
+    monkeypatch.setattr("icehouse_server.engine.runner.model_loader.find_backend", lambda: Backend.CUDA)
     runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
     assert rooms(runner, KvLength(80, 200), output_count=3) == [256] * 5
     assert runner.blocks.facts.growth.room(80, KvLength(80, 200)) == 256

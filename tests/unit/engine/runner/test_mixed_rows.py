@@ -85,14 +85,23 @@ def rows(*, output: dict[int, list[int]] | None = None) -> list[DecodeRow]:
 
 
 def runner_of(
-    folder: Path, *, is_pipelined: bool, kv_bits: int = 0, attention: Attention = Attention.ROWS
+    folder: Path,
+    *,
+    is_pipelined: bool,
+    kv_bits: int = 0,
+    attention: Attention = Attention.ROWS,
+    warms_every_draw: bool = False,
 ) -> ModelRunner:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
         settings=RunnerSettings(
-            is_pipelined=is_pipelined, kv_bits=kv_bits, kv_group_size=32, attention=attention
+            is_pipelined=is_pipelined,
+            kv_bits=kv_bits,
+            kv_group_size=32,
+            attention=attention,
+            warms_every_draw=warms_every_draw,
         ),
         clock=SystemClock(),
     )

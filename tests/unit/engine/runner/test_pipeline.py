@@ -168,9 +168,9 @@ def test_where_a_pass_is_waited_for_top_p_is_found_on_the_host(
     searches: list[int] = []
     search = top_p._searched_reach
 
-    def watched(distances: mx.array, **how: Any) -> mx.array:
+    def watched(distances: mx.array, logits: mx.array, **how: Any) -> mx.array:
         searches.append(distances.shape[0])
-        return search(distances, **how)
+        return search(distances, logits, **how)
 
     monkeypatch.setattr(top_p, "_searched_reach", watched)
     prompt = tuple(range(3, 290)) * 2  # whatever is drawn, something followed it before

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def uncompiled_references() -> Iterator[None]:
     """mlx-lm's filters are compiled for each shape and value, on a CPU by a C++ compiler: seconds a test
-    on a new machine. The server compiles none."""
+    on a new machine. The server compiles none there."""
     mx.disable_compile()
     yield
     mx.enable_compile()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import shutil
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +31,9 @@ def logits(*spreads: float) -> mx.array:
 
 
 def kept(table: mx.array, *params: SamplingParams, may_wait: bool) -> np.ndarray:
-    return np.isfinite(np.array(filter_logits(table, [row_of(p) for p in params], may_wait=may_wait)))
+    return np.isfinite(
+        np.array(filter_logits(table, [row_of(p) for p in params], may_wait=may_wait).astype(mx.float32))
+    )
 
 
 def ties(table: np.ndarray) -> np.ndarray:
@@ -81,7 +86,9 @@ def test_it_keeps_what_ranking_all_keeps(
 ) -> None:
     row = SHAPES[shape](np.random.default_rng(seed)).astype(np.float32)
     distances = row.max() - row
-    far = reach(mx.array(distances[None]), top_ps=[share], top_ks=[top_k], may_wait=may_wait).item()
+    far = reach(
+        mx.array(distances[None]), mx.array(row[None]), top_ps=[share], top_ks=[top_k], may_wait=may_wait
+    ).item()
     ours = distances <= np.float32(far)
     wanted, unsure = expected(row, share, top_k)
     assert ours[distances == 0].all(), "the likeliest token is always kept"
@@ -167,3 +174,80 @@ def test_where_nobody_waits_the_vocabulary_is_neither_sorted_nor_read(
     assert used == []
     monkeypatch.undo()
     assert drawn.item() == expected
+
+
+FILTERS = {
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 40},
+    "both": {"top_p": 0.5, "top_k": 40, "min_p": 1e-4},
+    "late top_k": {"top_p": 0.99, "top_k": 7, "xtc_probability": 1.0, "xtc_threshold": 0.01},
+}
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_logits_of_16_bits_draw_what_they_draw_in_32(
+    shape: str, dtype: mx.Dtype, options: dict[str, Any]
+) -> None:
+    """Though fewer bits are searched; so kept are the same, of both signs and among equals."""
+    table = np.stack([SHAPES[shape](np.random.default_rng(seed)) for seed in range(4)])
+    table = np.where(np.isfinite(table), np.clip(table, -6e4, 6e4), table)  # float16 ends there
+    half = mx.array(table.astype(np.float32)).astype(dtype)
+    params = [SamplingParams(temperature=1, seed=seed, **options) for seed in range(4)]
+    in_16 = filter_logits(half, [row_of(p) for p in params])
+    in_32 = filter_logits(half.astype(mx.float32), [row_of(p) for p in params])
+    assert in_16.dtype == dtype
+    assert mx.array_equal(in_16.astype(mx.float32), in_32, equal_nan=True)
+    drawn = [
+        sample(logits, [row_of(p) for p in params]).tolist() for logits in (half, half.astype(mx.float32))
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def compile_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    mx.enable_compile()
+    monkeypatch.setattr(top_p, "_compiles", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "most"),
+    [
+        (mx.float32, "top_p", 31 * 3),
+        (mx.float32, "both", 31 * 5),
+        (mx.bfloat16, "top_p", 16 * 3),
+        (mx.bfloat16, "top_k", 16 * 3),
+        (mx.bfloat16, "both", 16 * 5),
+    ],
+    ids=str,
+)
+def test_where_kernels_are_compiled_a_search_is_few_of_them(
+    dtype: mx.Dtype, options: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows there are; 197 and 321 they were, of either type."""
+    compile_rounds(monkeypatch)
+    params = SamplingParams(temperature=1, **FILTERS[options])
+    for row_count in (1, 16):
+        graph = io.StringIO()
+        table = logits(*[SHARP] * row_count).astype(dtype)
+        mx.eval(table)
+        mx.export_to_dot(graph, filter_logits(table, [row_of(params)] * row_count))
+        names = re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue())
+        kernels = [name for name in names if name not in ("Broadcast", "View")]
+        assert most < len(kernels) <= most + 20
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles kernels of its CPU build with g++")
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(mx.float32, "both"), (mx.bfloat16, "top_p"), (mx.bfloat16, "top_k")], ids=str
+)
+def test_compiled_rounds_keep_what_plain_ones_keep(
+    dtype: mx.Dtype, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=1, **FILTERS[options])
+    table = logits(SHARP, FLAT, 1.0).astype(dtype)
+    plain = kept(table, params, params, params, may_wait=False)
+    compile_rounds(monkeypatch)
+    assert (kept(table, params, params, params, may_wait=False) == plain).all()
+    assert 0 < plain.sum() < plain.size

@@ -515,6 +515,8 @@ def test_memory_that_loading_ones_hold_is_waited_for() -> None:
     ("device", "head_size", "compute_bytes", "expected"),
     [
         ("cpu", 128, 2, True),
+        ("metal", 72, 2, False),
+        ("metal", 96, 2, False),
         ("metal", 128, 2, False),
         ("metal", 256, 2, True),
         ("cuda", 128, 2, False),

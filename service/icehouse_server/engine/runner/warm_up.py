@@ -1,0 +1,87 @@
+"""Warm-up rows: between them they draw with every option that a request can have (inference thread).
+
+A device that compiles a kernel when it first runs would do so in front of a caller, and of all others in the
+pass. CUDA compiles gathers, scatters and fused kernels so, each of them by its types.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.domain.request import LogprobsWanted, Speculation
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+
+_TOKEN: Final = 0
+"""What prompts are made of: every vocabulary has it."""
+_PLAIN: Final = SamplingParams()
+_LOGPROBS: Final = LogprobsWanted(top_count=2, token_ids=(_TOKEN,))
+_FILTERS: Final = (
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=2),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=2, min_p=0.1),
+    SamplingParams(temperature=1.0, top_k=2, xtc_probability=1.0, xtc_threshold=0.1),
+)
+_EDITED: Final = SamplingParams(
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((_TOKEN, 1.0),),
+    banned=((_TOKEN,),),
+)
+_REPEATING: Final = SamplingParams(logit_bias=((_TOKEN, 1e4),))
+"""What it draws is what it guessed from its prompt."""
+
+
+def warm_up_rows() -> list[list[DecodeRow]]:
+    """Return the rows of several batches. In a batch no two prompts are as long, so a buffer is uneven.
+
+    Filters are by themselves, where logits stay in the model's type; beside a greedy row, for which the
+    others are gathered and put back; and beside rows whose options make all logits float32.
+    """
+    batches = [[_row(2, params)] for params in _FILTERS]
+    batches += [[_row(2, _PLAIN), _row(3, params)] for params in _FILTERS]
+    batches.append([_row(2, _EDITED)])
+    batches.append([_row(2, _PLAIN, is_masked=True, logprobs=_LOGPROBS)])
+    edited = [_row(2, _EDITED, logprobs=_LOGPROBS), _row(3, _PLAIN), _row(4, _PLAIN, is_masked=True)]
+    batches.append([*edited, *(_row(5 + index, params) for index, params in enumerate(_FILTERS))])
+    guesses = Speculation(draft_token_limit=2)
+    batches.append([_row(4, _REPEATING, speculation=guesses), _row(2, _PLAIN), _row(3, _FILTERS[2])])
+    return batches
+
+
+class _FirstWord:
+    """A constraint that allows one word of tokens, and has its mask made."""
+
+    is_finished = False
+    allows_any = False
+    error = None
+
+    def allows(self, token_id: int) -> bool:
+        return token_id < np.iinfo(np.uint32).bits
+
+    def allowed_tokens(self) -> npt.NDArray[np.uint32]:
+        return np.full(1, np.iinfo(np.uint32).max, dtype=np.uint32)
+
+    def accept(self, token_id: int) -> None:
+        """It allows the same whatever was drawn."""
+
+
+def _row(
+    prompt_token_count: int,
+    sampling: SamplingParams,
+    *,
+    is_masked: bool = False,
+    logprobs: LogprobsWanted | None = None,
+    speculation: Speculation | None = None,
+) -> DecodeRow:
+    return DecodeRow(
+        sampling,
+        prompt_token_ids=(_TOKEN,) * prompt_token_count,
+        constraint=_FirstWord() if is_masked else None,
+        logprobs=logprobs,
+        speculation=speculation,
+    )
