@@ -28,7 +28,7 @@ DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd" / "icehouse.service"
 PLIST = DEPLOY / "launchd" / "dev.icehouse.serve.plist"
 IMAGES = [path for path in sorted((DEPLOY / "docker").iterdir()) if path.suffix != ".dockerignore"]
-GATEWAY_OPTIONS = {"--balance-abs-threshold"}
+GATEWAY_OPTIONS = {"--reasoning-parser", "--tool-call-parser", "--balance-abs-threshold"}
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""

@@ -36,6 +36,7 @@ SMOLLM = Family(
     call_start="<tool_call>",
     call_end="</tool_call>",
     shown=("\nReasoning Mode: ", "<tool_call>", "</tool_call>", '"name"', '"arguments"'),
+    is_strict=True,
 )
 LLAMA = Family(
     name="llama3",
