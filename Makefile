@@ -1,8 +1,9 @@
 # The door. `make help` lists what can be done; everything else lives in Python.
 # VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed.
-# WORKERS is how many processes run the tests: one more than cores, since some tests wait. A file's tests stay in one process, with its fixtures, and the
-# folders come in order: the long files of tests/system first, so that no process is left alone with one. Of
-# the long tests each goes where there is time, or the simulation's would be half of all in one process.
+# WORKERS is how many processes run the tests: one more than cores, since some tests wait. A file's tests stay
+# in one process, with its fixtures, and the folders come in order: the long files of tests/system first, so that
+# no process is left alone with one. Of the long tests each goes where there is time, or the simulation's would
+# be half of all in one process.
 
 VENV ?= .venv
 PYTHON ?= python3
