@@ -60,22 +60,6 @@ class Device:
         return self.is_gpu
 
     @property
-    def waits_in_dispatch(self) -> bool:
-        """Whether handing a pass over waits for it, as MLX's CPU build does."""
-        return not self.is_gpu
-
-    @property
-    def unified_memory(self) -> bool:
-        """Whether host and device read the same memory, so that a view of an array moves nothing."""
-        return self.backend is not Backend.CUDA
-
-    @property
-    def attention_shapes_are_costly(self) -> bool:
-        """Whether attention over lengths that are new is planned first: by cuDNN for 39 to 49 ms, where known
-        ones take 0.11 (H200, head size 128 in 16 bits, mlx 0.32.4)."""
-        return self.backend is Backend.CUDA
-
-    @property
     def compiles_at_first_use(self) -> bool:
         """Whether a kernel that has not run yet is compiled in front of whoever needs it."""
         return self.is_gpu

@@ -25,8 +25,8 @@ def test_a_mac_without_metal_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, device=mx.cpu, has_metal=False, info={"architecture": "arm64"})
     device = find_device()
     assert device == Device("arm64", Backend.CPU)
-    assert (device.is_gpu, device.runs_ahead, device.waits_in_dispatch) == (False, False, True)
-    assert not device.compiles_at_first_use and not device.attention_shapes_are_costly
+    assert (device.is_gpu, device.runs_ahead) == (False, False)
+    assert not device.compiles_at_first_use
 
 
 def test_a_build_with_cuda_is_a_gpu_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +35,8 @@ def test_a_build_with_cuda_is_a_gpu_without_the_package(monkeypatch: pytest.Monk
     told(monkeypatch, device=mx.gpu, has_metal=False, info=info)
     device = find_device()
     assert device == Device("H200", Backend.CUDA, 100 * GIB, 90 * GIB)
-    assert (device.is_gpu, device.runs_ahead, device.waits_in_dispatch) == (True, True, False)
-    assert device.compiles_at_first_use and device.attention_shapes_are_costly
-    assert not device.unified_memory
+    assert (device.is_gpu, device.runs_ahead) == (True, True)
+    assert device.compiles_at_first_use
 
 
 def test_a_mac_uses_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +44,7 @@ def test_a_mac_uses_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> No
     told(monkeypatch, device=mx.gpu, has_metal=True, info=info)
     device = find_device()
     assert device == Device("M4", Backend.METAL, 50 * GIB, 45 * GIB)
-    assert device.runs_ahead and device.unified_memory and not device.attention_shapes_are_costly
+    assert device.runs_ahead
 
 
 @pytest.mark.parametrize(
