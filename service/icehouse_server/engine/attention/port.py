@@ -1,0 +1,117 @@
+"""Port of attention over pages: what a backend does with the page pool of one group of layers.
+
+The pool is one array, [pages, layers, 2, KV heads, page tokens, head size]: keys are at 0 and values at 1 of
+the third axis. A pass's tokens are a flat list; `TokenPlaces` says where each one's KV lies. A backend may
+write into the pool's array in place. MLX does not know of that, so `Pool.order` carries it: whatever reads or
+writes the pool takes the latest `order` among its inputs, and each write gives a new one.
+
+Inference thread only. Everything is lazy until somebody evaluates it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What the KV of a group's layers has in common."""
+
+    layer_count: int
+    kv_head_count: int
+    head_size: int
+    page_token_count: int
+    dtype: mx.Dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page: keys and values of all layers."""
+        numbers = self.layer_count * 2 * self.kv_head_count * self.page_token_count * self.head_size
+        return numbers * self.dtype.size
+
+
+class Pool(Protocol):
+    """The array that a backend reads and writes."""
+
+    @property
+    def shape(self) -> PoolShape: ...
+
+    array: mx.array
+    """[pages, layers, 2, KV heads, page tokens, head size], contiguous."""
+    order: mx.array
+    """int32 [1], always 0: the output of the latest write."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where the tokens of one pass lie: made once a pass and group, used by each of its layers.
+
+    Each array is here for the host and for the device.
+    """
+
+    pages: Ints
+    """[pages of all rows]: page numbers, one row's behind the other's, each in the order of its tokens. A
+    page that nobody reads any more (it left a window) is -1."""
+    page_starts: Ints
+    """[rows]: where each row's pages begin in `pages`."""
+    rows: Ints
+    """[tokens]: the row that each token is of."""
+    positions: Ints
+    """[tokens]: each token's position in its row; its key and value are written there. A token sees its row's
+    tokens from the first visible one up to itself."""
+    device_pages: mx.array
+    device_page_starts: mx.array
+    device_rows: mx.array
+    device_positions: mx.array
+
+    @property
+    def token_count(self) -> int:
+        return len(self.rows)
+
+
+class PagedAttention(Protocol):
+    """One backend. Layers are counted within the group."""
+
+    def write(
+        self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int
+    ) -> None:
+        """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
+        ...
+
+    def attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return [tokens, heads, 1, head size] of queries of that shape, in their dtype.
+
+        Each token sees its row's tokens up to its own position, the last `window` of them where there is one.
+        `sinks` are logits, [heads], that only take weight. May be called for the first tokens of the pass
+        alone: `queries` then has fewer of them than `places`. Made for few tokens of each row (decoding,
+        guesses, short chunks).
+        """
+        ...
+
+    def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
+        """Copy whole pages to other ones; no page is in both."""
+        ...
+
+    def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
+        """Write `content`, [pages, layers, 2, KV heads, page tokens, head size], into these pages."""
+        ...
+
+    def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
+        """Return copies of these pages, [pages, layers, 2, KV heads, page tokens, head size]."""
+        ...
