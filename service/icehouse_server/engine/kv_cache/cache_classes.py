@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv.paged_cache import PagedCache
 from icehouse_server.engine.kv_cache import opaque_state
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.held import Held, HeldSegments, keys_and_values, none_held
@@ -191,6 +192,31 @@ class BorrowingKv(PlainKv):
 
     def room_token_count(self, cache: Cache) -> int | None:
         return int(cache.room_token_count)
+
+
+class PagedKv(PlainKv):
+    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts its
+    tokens, for all layers."""
+
+    __slots__ = ()
+
+    def held(self, cache: Cache) -> Held | HeldSegments:
+        return cast(Held, cache.held())
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        raise AssertionError("Pages are put into a table, not rebuilt")
+
+    def make_room(self, cache: Cache, token_count: int) -> None:
+        """The row's table has it made."""
+
+    def room_token_count(self, cache: Cache) -> int | None:
+        return None
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        """The row's table counts fewer tokens."""
+
+    def mark(self, cache: Cache) -> Undo:
+        return lambda: None
 
 
 class QuantizedKv(PlainKv):
@@ -380,6 +406,7 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
     for entry in (
         PlainKv(KVCache),
         BorrowingKv(BorrowingCache),
+        PagedKv(PagedCache),
         QuantizedKv(QuantizedKVCache),
         ChunkedKv(ChunkedKVCache),
         RotatingKv(RotatingKVCache),

@@ -15,6 +15,7 @@ from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_atte
 from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
+from icehouse_server.engine.runner.forward.paged import attend_pages
 from icehouse_server.engine.runner.forward.slab import Seat
 from icehouse_server.engine.runner.forward.spans import SinglePlace
 from icehouse_server.engine.runner.forward.ways import NotSplittable
@@ -30,6 +31,8 @@ def attend(
     if layer.handed is None or values is not layer.handed[1]:
         raise NotSplittable("attention got other values than those that went into the cache")
     masks = layer.masks_for(mask)
+    if layer.paged is not None:
+        return attend_pages(layer, layer.paged, queries, keys, values, scale=scale, masks=masks, sinks=sinks)
     if layer.fetched is None:
         layer.pieces = _pieces(layer, masks)
         cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]

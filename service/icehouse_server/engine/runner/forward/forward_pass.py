@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.engine.core.kv_growth import slot_room
+from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.layer_view import (
@@ -37,6 +38,7 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
+from icehouse_server.engine.runner.forward.paged import PagedLayer
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans
@@ -73,6 +75,8 @@ class ForwardPass:
         self._leaf_ways: list[CacheWay] | None = None
         self._trunk: Trunk | None = None
         self._slab: Slab | None = None
+        self.paging: Paging | None = None
+        """Set once rows' KV lies in pages."""
         self._embedding: Embedding | None = None
         """Known from the first pass on that has an image."""
         patch_attention(model)
@@ -263,6 +267,12 @@ class ForwardPass:
                 flat = views[place]
                 assert isinstance(flat, FlatLayer)
                 flat.runs, flat.place = runs, place
+        if self.paging is not None:
+            places = self.paging.places([row.table for row in spans.rows], spans.counts)
+            for place, number in self.paging.layers.items():
+                flat = views[place]
+                assert isinstance(flat, FlatLayer)
+                flat.paged = PagedLayer(self.paging, places, number)
         return views
 
     def _regroup(self, spans: Spans) -> None:

@@ -20,6 +20,7 @@ from icehouse_server.engine.runner.forward.masks import (
     chunked_masks,
     default_masks,
 )
+from icehouse_server.engine.runner.forward.paged import PagedLayer
 from icehouse_server.engine.runner.forward.slab import Seat, SlotRun
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
@@ -49,10 +50,12 @@ class Piece(NamedTuple):
 class FlatLayer:
     """One layer's caches, split by attention."""
 
-    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "pieces", "place", "runs", "spans")
+    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "paged", "pieces", "place", "runs", "spans")
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches
+        self.paged: PagedLayer | None = None
+        """Where keys and values lie, if that is in pages."""
         self.cache_class = class_in(caches)
         """Of all rows' caches."""
         self.spans = spans

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from icehouse_server.domain.request import RopePositions
 from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
+from icehouse_server.engine.kv.paging import table_of
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
@@ -49,7 +50,7 @@ class Row:
         "length",
         "rope_positions",
         "seated_caches",
-        "token_count",
+        "table",
     )
 
     def __init__(
@@ -63,14 +64,24 @@ class Row:
         """What is known of it beforehand."""
         self.rope_positions: RopePositions | None = None
         """Of its tokens, where they are not those in the sequence."""
+        self.table = table_of(caches)
+        """Where what is paged of it lies."""
         self.token_count = token_count
-        """Tokens that the caches hold."""
         self.keepers: list[Keeper] = []
         self.seated_caches: list[Cache] | None = None
         """What passes use instead of the caches while a slab keeps some of them."""
         self.is_damaged = False
         """Whether its caches hold what is no number: it ends, and leaves no trace of them."""
         self._mark: _Mark | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that the caches hold."""
+        return self.table.token_count
+
+    @token_count.setter
+    def token_count(self, token_count: int) -> None:
+        self.table.token_count = token_count
 
     @property
     def caches(self) -> list[Cache]:
@@ -92,6 +103,7 @@ class Row:
     def make_room(self, count: int) -> None:
         """Have the arrays grow, if `count` more tokens make them, to what the row's length calls for."""
         token_count = self.token_count + count
+        self.table.make_room(token_count)
         if token_count <= self._room_token_count or self.seated_caches is not None:
             return
         self._room_token_count = self.room_for(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,16 @@ from icehouse_server.engine.runner.forward.masks import Whole
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.slab import Slab
 
+SHORT_TOKEN_COUNT: Final = 64
+"""Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
+
 SinglePlace = tuple[int, Any, Any]
 """Of a row that brings one token: how many it has then, and the indices of the new one and of all."""
 
 
 @dataclasses.dataclass(slots=True)
 class Spans:
-    """The rows of one pass in the order in which their tokens lie: rows of one token first."""
+    """The rows of one pass in the order in which their tokens lie: rows of one token first, long chunks last."""
 
     shares: tuple[Share, ...]
     rows: tuple[Row, ...]
@@ -124,7 +127,9 @@ def _place(share: Share, slab: Slab | None) -> tuple[int, ...]:
 
 
 def _rank(share: Share) -> int:
-    return 0 if share.token_count == 1 and share.row.token_count else 1
+    if share.token_count == 1 and share.row.token_count:
+        return 0
+    return 1 if share.token_count <= SHORT_TOKEN_COUNT else 2
 
 
 def single_place(position: int) -> SinglePlace:

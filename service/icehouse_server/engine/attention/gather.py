@@ -1,0 +1,147 @@
+"""Attention over pages in plain MLX: what the other backends are tested against, and the way out.
+
+Each row's keys and values are gathered from its pages, a copy, and given to MLX's own attention. Long chunks
+of prompts go this way on every device: the copy is small beside what such a chunk computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
+
+
+class GatherAttention:
+    """Implements PagedAttention, one call of MLX's attention a row."""
+
+    def write(
+        self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int
+    ) -> None:
+        size = pool.shape.page_token_count
+        pages = mx.array(places.pages[places.page_starts[places.rows] + places.positions // size])
+        at = mx.array(places.positions % size)
+        pool.array[pages, layer, 0, :, at] = keys[:, :, 0].astype(pool.shape.dtype)
+        pool.array[pages, layer, 1, :, at] = values[:, :, 0].astype(pool.shape.dtype)
+        pool.order = _order_behind(pool.array)
+
+    def attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        outputs = []
+        for start, stop in runs_of_rows(places.rows[: queries.shape[0]]):
+            outputs.append(
+                attend_row(
+                    pool,
+                    queries[start:stop],
+                    places,
+                    first=start,
+                    layer=layer,
+                    scale=scale,
+                    window=window,
+                    sinks=sinks,
+                )
+            )
+        return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+
+    def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
+        self.fill_pages(pool, self.read_pages(pool, sources), targets)
+
+    def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
+        pool.array[mx.array(pages)] = content
+        pool.order = _order_behind(pool.array)
+
+    def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
+        return pool.array[mx.array(pages) + pool.order]
+
+
+def attend_row(
+    pool: Pool,
+    queries: mx.array,
+    places: TokenPlaces,
+    *,
+    first: int,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    mask: Any = None,
+) -> mx.array:
+    """Return [tokens, heads, 1, head size] of consecutive tokens of one row, the first of them at `first`.
+
+    `mask`: an array, [tokens, keys] or what broadcasts to it, in the place of the causal rule.
+    """
+    count = queries.shape[0]
+    begin = int(places.positions[first])
+    numbers = row_pages(places, int(places.rows[first]))
+    end = begin + count
+    size = pool.shape.page_token_count
+    low = 0 if window is None or mask is not None else max(0, begin + 1 - window) // size * size
+    keys, values = gathered(pool, numbers[low // size : -(-end // size)], layer=layer, token_count=end - low)
+    if mask is None:
+        mask = _rule(begin - low, count, window)
+    found = mx.fast.scaled_dot_product_attention(
+        queries.swapaxes(0, 2), keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+    return found.swapaxes(0, 2)
+
+
+def row_pages(places: TokenPlaces, row: int) -> Ints:
+    """Return the pages of one row."""
+    starts = places.page_starts
+    stop = starts[row + 1] if row + 1 < len(starts) else len(places.pages)
+    return places.pages[starts[row] : stop]
+
+
+def gathered(pool: Pool, pages: Ints, *, layer: int, token_count: int) -> tuple[mx.array, mx.array]:
+    """Return keys and values of the first tokens in these pages, [1, KV heads, tokens, head size] each.
+
+    One copy of each, behind the latest write.
+    """
+    shape = pool.shape
+    heads = shape.kv_head_count
+    flat = pool.array.reshape(-1, shape.page_token_count, shape.head_size)
+    first = (pages.astype(np.int32) * shape.layer_count + layer) * 2
+    found = []
+    for kind in (0, 1):
+        runs = (first + kind) * heads + np.arange(heads, dtype=np.int32)[:, None]
+        taken = mx.take(flat, mx.array(runs) + pool.order, axis=0)
+        whole = taken.reshape(1, heads, -1, shape.head_size)
+        found.append(whole if whole.shape[2] == token_count else whole[:, :, :token_count])
+    return found[0], found[1]
+
+
+def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:
+    """Yield from which to which token each row's lie."""
+    first = 0
+    for _, same in itertools.groupby(rows.tolist()):
+        last = first + sum(1 for _ in same)
+        yield first, last
+        first = last
+
+
+def _rule(begin: int, count: int, window: int | None) -> Any:
+    """Return the mask of `count` tokens behind `begin` others."""
+    if window is None:
+        return "causal" if count > 1 else None
+    asking = mx.arange(begin, begin + count)[:, None]
+    seen = mx.arange(begin + count)
+    return (seen <= asking) & (seen > asking - window)
+
+
+def _order_behind(array: mx.array) -> mx.array:
+    """Return a zero that is known once this array is."""
+    return mx.depends(mx.zeros((1,), mx.int32), array)  # type: ignore[no-untyped-call]
+

@@ -1,0 +1,127 @@
+"""Page pool: the KV of one group of layers, all rows' and all blocks', in one array of equal pages.
+
+A page belongs to whoever refers to its `Page`: the tables of rows, the regions of blocks. When the last
+reference goes it is free. The device may still be at a pass that reads it then, so it is handed out again
+only once the passes that had been dispatched have ended.
+
+Inference thread only, but for the end of a page's life, which any thread may see.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.engine.attention.port import Ints, PoolShape
+
+_log = logging.getLogger("icehouse.engine")
+
+_LEAST_PAGES: Final = 16
+
+
+class Passes(Protocol):
+    """Counts the passes that were dispatched, and those that have ended."""
+
+    dispatched: int
+    ended: int
+    """All passes up to this one."""
+
+
+class Page:
+    """One page, for as long as somebody refers to it."""
+
+    __slots__ = ("_freed", "number")
+
+    def __init__(self, number: int, freed: collections.deque[int]) -> None:
+        self.number = number
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append(self.number)
+
+
+class PagePool:
+    """Pages of one geometry. It begins small and grows, all of it being copied, up to what `limit_bytes`
+    leaves room for and beyond only page by page: who may begin is the memory guard's to say."""
+
+    def __init__(
+        self, shape: PoolShape, *, passes: Passes, first_bytes: int = 0, limit_bytes: int = 0
+    ) -> None:
+        """`first_bytes`: what it begins with. `limit_bytes` 0: not known."""
+        self.shape = shape
+        self._passes = passes
+        self._limit_count = limit_bytes // shape.page_bytes
+        self._freed: collections.deque[int] = collections.deque()
+        self._waiting: collections.deque[tuple[int, int]] = collections.deque()
+        """(pass, page): freed when so many passes had been dispatched."""
+        self._free: list[int] = []
+        self.array = self._zeros(0)
+        self.order = mx.zeros((1,), mx.int32)
+        self._grow(max(_LEAST_PAGES, first_bytes // shape.page_bytes))
+
+    @property
+    def page_count(self) -> int:
+        return int(self.array.shape[0])
+
+    @property
+    def free_bytes(self) -> int:
+        """Of pages that nobody refers to."""
+        return (len(self._free) + len(self._waiting) + len(self._freed)) * self.shape.page_bytes
+
+    def pages_for(self, token_count: int) -> int:
+        """Return how many pages so many tokens take."""
+        return -(-token_count // self.shape.page_token_count)
+
+    def take(self, count: int) -> list[Page]:
+        """Return pages that nobody has; what they hold is anything. The pool grows where it must."""
+        self._collect()
+        if len(self._free) < count:
+            self._grow(count - len(self._free))
+        taken = self._free[len(self._free) - count :] if count else []
+        del self._free[len(self._free) - len(taken) :]
+        return [Page(number, self._freed) for number in taken]
+
+    def _collect(self) -> None:
+        while self._freed:
+            self._waiting.append((self._passes.dispatched, self._freed.popleft()))
+        while self._waiting and self._waiting[0][0] <= self._passes.ended:
+            self._free.append(self._waiting.popleft()[1])
+
+    def _grow(self, least_count: int) -> None:
+        """Have at least so many pages more: twice as many as now, where the limit allows it."""
+        before = self.page_count
+        most = max(least_count, self._limit_count - before) if self._limit_count else before + least_count
+        added = min(max(least_count, before), most)
+        # The pass in flight writes into the array that is copied.
+        mx.eval(self.order, self.array)
+        self.array = mx.concatenate([self.array, self._zeros(added)]) if before else self._zeros(added)
+        mx.eval(self.array)
+        self._free[:0] = range(before + added - 1, before - 1, -1)
+        _log.info(
+            "page_pool_grown",
+            extra={"page_count": before + added, "size_bytes": (before + added) * self.shape.page_bytes},
+        )
+
+    def _zeros(self, page_count: int) -> mx.array:
+        shape = self.shape
+        return mx.zeros(
+            (
+                page_count,
+                shape.layer_count,
+                2,
+                shape.kv_head_count,
+                shape.page_token_count,
+                shape.head_size,
+            ),
+            shape.dtype,
+        )
+
+
+def numbers_of(pages: Iterable[Page]) -> Ints:
+    """Return the numbers of pages, as backends take them."""
+    return np.fromiter((page.number for page in pages), np.int32)
