@@ -127,6 +127,8 @@ class DispatchedPass:
     arrays: list[Any]
     """What must be evaluated for the pass to be done."""
     began_time: float
+    number: int
+    """By the pass clock."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
     layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)

@@ -28,6 +28,7 @@ from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSeq
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
 from icehouse_server.engine.runner.forward.cpu.attention import FIRST_WAIT
+from icehouse_server.engine.runner.pass_clock import PassClock
 from icehouse_server.engine.runner.slab_choice import SlabChoice
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
@@ -52,13 +53,16 @@ _LIKELY = 0.75
 class Pipeline:
     """Runs passes one behind the other."""
 
-    def __init__(self, *, is_pipelined: bool, attention: Attention, clock: Clock) -> None:
+    def __init__(
+        self, *, is_pipelined: bool, attention: Attention, clock: Clock, pass_clock: PassClock
+    ) -> None:
         self._is_pipelined = is_pipelined
         self._attention = attention
         self._slab_choice = SlabChoice()
         self.slab_token_limit = 0
         """Longest row that may share a buffer where attention is chosen by time."""
         self._clock = clock
+        self._pass_clock = pass_clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
         """One for each module tree: the model by itself, and with each adapter."""
         self.draft_model: DraftModel | None = None
@@ -143,7 +147,7 @@ class Pipeline:
     ) -> DispatchedPass:
         """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
         rest of it is done."""
-        began_time = self._clock.monotonic()
+        began_time, number = self._clock.monotonic(), self._pass_clock.dispatch()
         has_moved = self._seat(parts)
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
         guesses, arrays = guesses_of(speculating, self.draft_model)
@@ -155,7 +159,7 @@ class Pipeline:
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
-        current = DispatchedPass([], None, arrays, began_time)
+        current = DispatchedPass([], None, arrays, began_time, number)
         if not (parts or guessing or has_moved):
             current.lengths = _lengths(self._decoding.values())
             current.seated_count = sum(s.row.seated_caches is not None for s in self._decoding.values())
@@ -280,6 +284,7 @@ class Pipeline:
     def _collect(self, ended: DispatchedPass, *, is_fed: bool) -> list[Drawn]:
         """Wait for a pass and take what was drawn in it; what was released meanwhile is not told."""
         ended.wait()
+        self._pass_clock.end(ended.number)
         now = self._clock.monotonic()
         ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
         self._last_end_time = now

@@ -42,6 +42,7 @@ from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
+from icehouse_server.engine.runner.pass_clock import PassClock
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
@@ -116,8 +117,12 @@ class ModelRunner:
         self._freed = FreedBuffers()
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
+        self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined, attention=settings.attention, clock=clock
+            is_pipelined=settings.is_pipelined,
+            attention=settings.attention,
+            clock=clock,
+            pass_clock=self._pass_clock,
         )
         self.blocks = RunnerBlocks(
             self,

@@ -92,6 +92,26 @@ def test_the_times_of_passes_never_overlap(tmp_path: Path, is_pipelined: bool) -
     assert max(passes[1:]) <= 2.0, passes
 
 
+def test_a_pass_has_ended_by_its_number_only_once_it_was_waited_for(tmp_path: Path) -> None:
+    """Memory that a pass in flight may read is given to others by these numbers."""
+    runner = runner_at(tmp_path, TickingClock(), is_pipelined=True)
+    passes = runner._pass_clock
+    assert passes.dispatched == passes.ended > 0, "the warm-up left a pass in flight"
+    first = passes.dispatched + 1
+    runner.open(SequenceId(1))
+    row = DecodeRow(SamplingParams(frequency_penalty=0.5), prompt_token_ids=PROMPT)
+    numbers = []
+    for chunks in ([Chunk(SequenceId(1), PROMPT[:4])], [Chunk(SequenceId(1), PROMPT[4:], row=row)], [], []):
+        runner.run(chunks)
+        numbers.append((passes.dispatched - first, passes.ended - first))
+    assert numbers == [(0, -1), (1, 0), (2, 1), (3, 2)]
+    runner.release([SequenceId(1)])
+    runner.run([])
+    assert passes.dispatched == passes.ended == first + 3
+    runner.run([])
+    assert passes.dispatched == first + 3, "nothing was fed"
+
+
 class Order:
     """Notes when passes are dispatched, and when anything waits for the device."""
 
