@@ -19,9 +19,7 @@ from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
 class GatherAttention:
     """Implements PagedAttention, one call of MLX's attention a row."""
 
-    def write(
-        self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int
-    ) -> None:
+    def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         size = pool.shape.page_token_count
         pages = mx.array(places.pages[places.page_starts[places.rows] + places.positions // size])
         at = mx.array(places.positions % size)
@@ -144,4 +142,3 @@ def _rule(begin: int, count: int, window: int | None) -> Any:
 def _order_behind(array: mx.array) -> mx.array:
     """Return a zero that is known once this array is."""
     return mx.depends(mx.zeros((1,), mx.int32), array)  # type: ignore[no-untyped-call]
-

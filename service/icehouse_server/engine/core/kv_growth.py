@@ -42,11 +42,15 @@ class KvGrowth:
 
     grid_token_count: int = 1
     """Lengths of arrays are multiples of it."""
+    is_paged: bool = False
+    """KV lies in pages of so many tokens, which come one by one and are not copied."""
 
     def room(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
         """Return for how many tokens the arrays of a sequence that holds so many have room."""
         if not token_count:
             return 0
+        if self.is_paged:
+            return _ceiling(token_count, self.grid_token_count)
         wanted = max(token_count, min(self._class_of(token_count, length), length.limit_token_count))
         return _ceiling(wanted, self.grid_token_count)
 

@@ -169,7 +169,7 @@ class MemoryModel:
         """
         after = self._room(context_token_count, length)
         added = after - self._room(context_token_count - chunk_token_count, length)
-        if self.growth is not None:
+        if self.growth is not None and not self.growth.is_paged:
             copied_layers = _GROWING_LAYERS if added else _ATTENDED_LAYERS
             added += min(after, copied_layers * after // max(1, self.shape.layer_count))
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
-from icehouse_server.engine.kv.pool import Page, numbers_of
 from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.pool import Page, numbers_of
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, array_of
 
 
@@ -71,4 +71,3 @@ def put_in(paging: Paging, region: HostRegion) -> PageRegion:
 def _check(layer_count: int, tensors: Sequence[HostTensor]) -> None:
     if len(tensors) != 2 * layer_count or len(tensors[0].shape) != 4:
         raise ValueError(f"A block has {len(tensors)} tensors of kv, this model {2 * layer_count}")
-

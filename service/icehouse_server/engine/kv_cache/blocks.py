@@ -14,6 +14,9 @@ from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
+from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
+from icehouse_server.engine.kv.paging import Paging, table_of
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
@@ -65,8 +68,10 @@ class RunnerBlocks:
         self._thread = thread
         self._layout: CacheLayout | None = None
         self._kv_shapes: tuple[KvShape, ...] = ()
+        self._paging: Paging | None = None
+        """Set where kv lies in pages."""
         self._lent_places: frozenset[int] = frozenset()
-        self._restoring: dict[SequenceId, Restoring] = {}
+        self._restoring: dict[SequenceId, Restoring | PagedRestoring] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
 
@@ -81,6 +86,16 @@ class RunnerBlocks:
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
         self.facts = dataclasses.replace(_facts_of(self._layout), growth=growth)
+
+    @property
+    def kv_shapes(self) -> tuple[KvShape, ...]:
+        """The tensors of the kv region, after `measure`."""
+        return self._kv_shapes
+
+    def page(self, paging: Paging, *, growth: KvGrowth) -> None:
+        """Cut and restore kv by pages from now on. After `measure`."""
+        self._paging = paging
+        self.facts = dataclasses.replace(self.facts, growth=growth, least_lent_token_count=1)
 
     @property
     def kv_dtypes(self) -> frozenset[mx.Dtype]:
@@ -113,6 +128,9 @@ class RunnerBlocks:
         self._thread.check()
         assert self._layout is not None
         caches = self._sequences.caches(sequence_id)
+        if self._paging is not None and RegionKind.KV in kinds:
+            others = self.cut(sequence_id, start=start, stop=stop, kinds=set(kinds) - {RegionKind.KV})
+            return {RegionKind.KV: self._paged_region(caches, start=start, stop=stop), **others}
         cuts = {
             RegionKind.KV: lambda layout: layout.cut_kv(caches, start=start, stop=stop),
             RegionKind.WINDOW: lambda layout: layout.cut_window(caches, start=start, stop=stop),
@@ -125,17 +143,26 @@ class RunnerBlocks:
             evaluate(regions.values())
         return dict(regions)
 
-    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
+    def _paged_region(self, caches: list[Cache], *, start: int, stop: int) -> PageRegion:
+        assert self._paging is not None
+        pages = table_of(caches).pages_of(start, stop)
+        return page_region(self._paging, pages, token_count=stop - start)
+
+    def begin_cut(self, *, start: int, stop: int) -> KvCutting | PageCutting:
         self._thread.check()
         assert self._layout is not None
+        if self._paging is not None:
+            return PageCutting(start, stop)
         return KvCutting(self._layout, start=start, stop=stop)
 
     def continue_cut(
         self, sequence_id: SequenceId, cutting: KvCuttingPort, *, budget_s: float
     ) -> Region | None:
         self._thread.check()
-        assert isinstance(cutting, KvCutting)
         caches = self._sequences.caches(sequence_id)
+        if isinstance(cutting, PageCutting):
+            return self._paged_region(caches, start=cutting.start, stop=cutting.stop)
+        assert isinstance(cutting, KvCutting)
         end_time = self._clock.monotonic() + budget_s
         while not cutting.is_done:
             cutting.step(caches)
@@ -161,6 +188,15 @@ class RunnerBlocks:
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
         assert self._layout is not None
+        if self._paging is not None:
+            self._restoring[sequence_id] = PagedRestoring(
+                self._paging,
+                self._layout.parts,
+                self._paging.caches(self._sequences.fresh_caches()),
+                _source_of(restore),
+                token_count=restore.token_count,
+            )
+            return
         self._restoring[sequence_id] = self._layout.begin_restore(
             _source_of(restore),
             token_count=restore.token_count,
@@ -192,10 +228,20 @@ class RunnerBlocks:
 
     def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
         self._thread.check()
-        return tuple(to_host(cast("ArrayRegion", region)) for region in regions)
+        return tuple(to_host(self._as_arrays(region)) for region in regions)
+
+    def _as_arrays(self, region: Region) -> ArrayRegion:
+        if not isinstance(region, PageRegion):
+            return cast("ArrayRegion", region)
+        assert self._paging is not None
+        copied = copied_out(self._paging, region, [shape.name for shape in self._kv_shapes])
+        evaluate([copied])
+        return copied
 
     def from_host(self, region: HostRegion) -> Region:
         self._thread.check()
+        if self._paging is not None and region.kind is RegionKind.KV:
+            return put_in(self._paging, region)
         return from_host(region)
 
 
@@ -215,7 +261,7 @@ def _source_of(restore: RestoreInput) -> RestoreSource:
         RestoreBlock(
             start_token_index=block.start_token_index,
             token_count=block.token_count,
-            kv=cast("ArrayRegion | None", block.regions.get(RegionKind.KV)),
+            kv=cast("ArrayRegion | PageRegion | None", block.regions.get(RegionKind.KV)),
             window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
             checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
         )

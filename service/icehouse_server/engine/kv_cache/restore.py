@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv.page_region import PageRegion
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
@@ -45,7 +46,9 @@ class Restoring:
         self._lent_places = frozenset(lent_places)
         self._capacity = max(token_count, capacity_token_count)
         self._done_count = 0
-        self._kv_blocks = [(block, dict(block.kv.arrays)) for block in source.blocks if block.kv is not None]
+        self._kv_blocks = [
+            (block, dict(block.kv.arrays)) for block in source.blocks if isinstance(block.kv, ArrayRegion)
+        ]
         self._window_blocks = [
             (block, dict(block.window.arrays)) for block in source.blocks if block.window is not None
         ]
@@ -211,7 +214,7 @@ class RestoreBlock:
 
     start_token_index: int
     token_count: int
-    kv: ArrayRegion | None = None
+    kv: ArrayRegion | PageRegion | None = None
     window: ArrayRegion | None = None
     checkpoint: ArrayRegion | None = None
 

@@ -59,6 +59,8 @@ class Pipeline:
         self._is_pipelined = is_pipelined
         self._attention = attention
         self._slab_choice = SlabChoice()
+        self.is_paged = False
+        """Whether KV lies in pages, which all rows share."""
         self.slab_token_limit = 0
         """Longest row that may share a buffer where attention is chosen by time."""
         self._clock = clock
@@ -218,7 +220,7 @@ class Pipeline:
 
         Where that is wanted or costs less; True when some of them moved.
         """
-        if self._attention is Attention.ROWS:
+        if self.is_paged or self._attention in (Attention.ROWS, Attention.PAGES):
             return False
         brought = {sequence.row: 1 for sequence in self._decoding.values()}
         # A prompt that is not cut needs no caches of its own at all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,14 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.attention.choice import backend_for
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv.paging import Paging, pool_shape
+from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache
@@ -52,6 +56,12 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
+_PAGE_TOKEN_COUNT = 64
+"""Tokens of a page at most; it divides a block's."""
+_FIRST_POOL_SHARE = 1 / 8
+"""Of what may be used beside the weights: the page pool that a server begins with."""
+_POOL_SHARE = 3 / 4
+"""Of the same: up to where the pool doubles."""
 _CPU_ROW_BYTE_LIMIT = 2 << 20
 _GPU_ROW_BYTE_LIMIT = 64 << 20
 """KV that a row may have in each layer to share a buffer: reading more takes some five times as long as what
@@ -117,6 +127,8 @@ class ModelRunner:
         self._freed = FreedBuffers()
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
+        self._paging: Paging | None = None
+        """Where KV lies in pages; known after `load`."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
             is_pipelined=settings.is_pipelined,
@@ -147,8 +159,12 @@ class ModelRunner:
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
+        self._page()
+        if self._paging is not None:
+            self._warm_up(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
+            self._pipeline.forwards[adapter.name].paging = self._paging
             self._warm_up(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
@@ -191,7 +207,7 @@ class ModelRunner:
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()
         assert sequence_id not in self._sequences, sequence_id
-        row = Row(self.fresh_caches(), growth=self._growth)
+        row = Row(self.row_caches(), growth=self._growth)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
     def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
@@ -234,13 +250,15 @@ class ModelRunner:
         return self._memory_model
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory())
+        free = 0 if self._paging is None else self._paging.pool.free_bytes
+        return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free)
 
     def close(self) -> None:
         self._thread.check()
         self._sequences.clear()
         self.blocks.clear()
         self._pipeline.clear()
+        self._paging = None
         self._model = self._images = None
         mx.clear_cache()
 
@@ -256,6 +274,11 @@ class ModelRunner:
         """Open a sequence with caches that were rebuilt and hold so many tokens."""
         row = Row(caches, token_count=token_count, growth=self._growth)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
+
+    def row_caches(self) -> list[Cache]:
+        """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
+        fresh = self.fresh_caches()
+        return fresh if self._paging is None else self._paging.caches(fresh)
 
     def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
@@ -340,8 +363,38 @@ class ModelRunner:
         """Return how many layers keep KV of unlimited context."""
         return len(slab_places(self._facts.caches, self.fresh_caches()))
 
+    def _page(self) -> None:
+        """Put the KV of rows to come into pages, where that is wanted and every layer that has some can be."""
+        wanted = self._settings.attention
+        if wanted is not Attention.PAGES and not (wanted is Attention.AUTO and self._settings.is_pipelined):
+            return
+        if not self._facts.takes_slab:
+            return
+        places = plain_places(self._facts.caches, self.fresh_caches())
+        page_token_count = math.gcd(_PAGE_TOKEN_COUNT, self._settings.block_token_count)
+        shape = pool_shape(self.blocks.kv_shapes, page_token_count=page_token_count)
+        attention = backend_for(shape) if shape is not None and len(places) == shape.layer_count else None
+        if shape is None or attention is None:
+            _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
+            return
+        limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
+        pool = PagePool(
+            shape,
+            passes=self._pass_clock,
+            first_bytes=int(_FIRST_POOL_SHARE * limit_bytes),
+            limit_bytes=int(_POOL_SHARE * limit_bytes),
+        )
+        self._paging = Paging(pool, attention, {place: layer for layer, place in enumerate(places)})
+        self._growth = KvGrowth(page_token_count, is_paged=True)
+        self._facts = dataclasses.replace(self._facts, takes_slab=False, layer_count=0)
+        self._pipeline.is_paged = True
+        self._pipeline.forwards[NO_ADAPTER].paging = self._paging
+        self.blocks.page(self._paging, growth=self._growth)
+
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""
+        if self._paging is not None:
+            return kv_bytes_per_token // self._paging.pool.shape.layer_count
         if not self._facts.takes_slab:
             return 0  # it is the model's own, or reads windows
         return float_bytes(

@@ -50,7 +50,18 @@ class Piece(NamedTuple):
 class FlatLayer:
     """One layer's caches, split by attention."""
 
-    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "paged", "pieces", "place", "runs", "spans")
+    __slots__ = (
+        "cache_class",
+        "caches",
+        "fetched",
+        "handed",
+        "offset",
+        "paged",
+        "pieces",
+        "place",
+        "runs",
+        "spans",
+    )
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches

@@ -33,8 +33,11 @@ class Attention(enum.Enum):
     """Each to caches of its own."""
     SLAB = "slab"
     """Those of like length together, to buffers that they share."""
+    PAGES = "pages"
+    """All together, to pages of one pool."""
     AUTO = "auto"
-    """Whichever the passes that ran say is cheaper (`slab_choice`)."""
+    """By pages where the device runs ahead and its kernels are proved; else whichever of the other two the
+    passes that ran say is cheaper (`slab_choice`)."""
 
 
 class Door(enum.Enum):
