@@ -1,5 +1,5 @@
-"""Restore of a row whose KV lies in pages: blocks in RAM are put into its table, and what was read from SSD is
-written into pages of its own. Nothing is waited for. Inference thread only."""
+"""Restore of a row whose KV lies in pages: blocks in RAM are put into its table, and what was read from SSD
+is written into pages of its own. Nothing is waited for. Inference thread only."""
 
 from __future__ import annotations
 

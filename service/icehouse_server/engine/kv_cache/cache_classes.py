@@ -195,8 +195,8 @@ class BorrowingKv(PlainKv):
 
 
 class PagedKv(PlainKv):
-    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts its
-    tokens, for all layers."""
+    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts
+    its tokens, for all layers."""
 
     __slots__ = ()
 
