@@ -141,4 +141,5 @@ def _rule(begin: int, count: int, window: int | None) -> Any:
 
 def _order_behind(array: mx.array) -> mx.array:
     """Return a zero that is known once this array is."""
-    return mx.depends(mx.zeros((1,), mx.int32), array)  # type: ignore[no-untyped-call]
+    order: mx.array = mx.depends(mx.zeros((1,), mx.int32), array)
+    return order

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
-from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pool import Page, numbers_of
+from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, array_of
 
 
@@ -28,15 +28,15 @@ class PageRegion:
     kind: RegionKind = RegionKind.KV
 
 
-def page_region(paging: Paging, pages: Sequence[Page], *, token_count: int) -> PageRegion:
+def page_region(group: PageGroup, pages: Sequence[Page], *, token_count: int) -> PageRegion:
     """Return a region of these pages."""
-    return PageRegion(tuple(pages), token_count, len(pages) * paging.pool.shape.page_bytes)
+    return PageRegion(tuple(pages), token_count, len(pages) * group.pool.shape.page_bytes)
 
 
-def copied_out(paging: Paging, region: PageRegion, names: Sequence[str]) -> ArrayRegion:
+def copied_out(group: PageGroup, region: PageRegion, names: Sequence[str]) -> ArrayRegion:
     """Return the region's arrays, lazily, by the names of the layers' keys and values in turn."""
-    pool, shape = paging.pool, paging.pool.shape
-    content = paging.attention.read_pages(pool, numbers_of(region.pages))
+    pool, shape = group.pool, group.pool.shape
+    content = group.attention.read_pages(pool, numbers_of(region.pages))
     # [pages, layers, 2, heads, page tokens, size] -> [layers * 2, heads, tokens, size]
     by_layer = content.transpose(1, 2, 3, 0, 4, 5).reshape(
         shape.layer_count * 2, shape.kv_head_count, -1, shape.head_size
@@ -46,12 +46,12 @@ def copied_out(paging: Paging, region: PageRegion, names: Sequence[str]) -> Arra
     return ArrayRegion.of(RegionKind.KV, arrays)
 
 
-def put_in(paging: Paging, region: HostRegion) -> PageRegion:
+def put_in(group: PageGroup, region: HostRegion) -> PageRegion:
     """Copy a block's KV from host memory into pages, bit for bit, lazily.
 
     Raises ValueError when its tensors are not those of this pool.
     """
-    pool, shape = paging.pool, paging.pool.shape
+    pool, shape = group.pool, group.pool.shape
     _check(shape.layer_count, region.tensors)
     arrays = [array_of(tensor) for tensor in region.tensors]
     token_count = arrays[0].shape[2]
@@ -64,8 +64,8 @@ def put_in(paging: Paging, region: HostRegion) -> PageRegion:
     content = whole.reshape(
         shape.layer_count, 2, shape.kv_head_count, len(pages), shape.page_token_count, shape.head_size
     ).transpose(3, 0, 1, 2, 4, 5)
-    paging.attention.fill_pages(pool, mx.contiguous(content), numbers_of(pages))
-    return page_region(paging, pages, token_count=token_count)
+    group.attention.fill_pages(pool, mx.contiguous(content), numbers_of(pages))
+    return page_region(group, pages, token_count=token_count)
 
 
 def _check(layer_count: int, tensors: Sequence[HostTensor]) -> None:

@@ -1,7 +1,7 @@
-"""Paged cache: one layer's cache of one row, whose keys and values lie in the page pool.
+"""Paged caches: one layer's cache of one row, whose keys and values lie in the page pool.
 
-It stands where a row would have a plain cache of mlx-lm. Attention finds the pages by itself; who asks for
-keys and values here has them copied out. Inference thread only.
+They stand where a row would have a cache of mlx-lm: a plain one, or one with a sliding window. Attention
+finds the pages by itself; who asks for keys and values here has them copied out. Inference thread only.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import numpy as np
 from mlx_lm.models.cache import create_attention_mask
 
 from icehouse_server.engine.attention.gather import gathered
-from icehouse_server.engine.kv.table import PageTable
+from icehouse_server.engine.kv.places import places_of_one
+from icehouse_server.engine.kv.table import PageRun, PageTable
 from icehouse_server.engine.kv_cache.held import Held
 
 
 class PagedCache:
     """Does what is asked of a plain cache outside of a pass."""
 
-    __slots__ = ("layer", "table")
+    __slots__ = ("layer", "run", "table")
 
-    def __init__(self, table: PageTable, layer: int) -> None:
-        """`layer` is counted within the pool."""
+    def __init__(self, table: PageTable, run: PageRun, layer: int) -> None:
+        """`layer` is counted within the run's pool."""
         self.table = table
+        self.run = run
         self.layer = layer
 
     @property
@@ -34,14 +36,13 @@ class PagedCache:
     @property
     def state(self) -> Any:
         """What tells that all was written."""
-        assert self.table.pool is not None
-        return self.table.pool.order
+        return self.run.group.pool.order
 
     @property
     def nbytes(self) -> int:
-        pool = self.table.pool
-        assert pool is not None
-        return len(self.table.pages) * pool.shape.page_bytes // pool.shape.layer_count
+        shape = self.run.group.pool.shape
+        held_count = len(self.run.pages) - self.run.numbers.count(-1)
+        return held_count * shape.page_bytes // shape.layer_count
 
     def empty(self) -> bool:
         return not self.offset
@@ -54,11 +55,44 @@ class PagedCache:
         raise AssertionError("Keys and values of pages are written by attention, for all rows at once")
 
     def held(self) -> Held:
-        """Return copies of all keys and values, [1, heads, tokens, size], lazily."""
-        pool, count = self.table.pool, self.offset
-        assert pool is not None
+        """Return copies of the keys and values, [1, heads, tokens, size], lazily."""
+        pool, count = self.run.group.pool, self.offset
         if not count:
             return Held((), 0, 0, 0)
-        numbers = np.array(self.table.numbers[: pool.pages_for(count)], np.int32)
-        keys, values = gathered(pool, numbers, layer=self.layer, token_count=count)
-        return Held((("k", keys), ("v", values)), 0, count, count)
+        begin = self.run.first_token_index
+        size = pool.shape.page_token_count
+        numbers = np.array(self.run.numbers[begin // size : pool.pages_for(count)], np.int32)
+        keys, values = gathered(pool, numbers, layer=self.layer, token_count=count - begin)
+        return Held((("k", keys), ("v", values)), 0, count - begin, count)
+
+
+class PagedWindowCache(PagedCache):
+    """The same of a cache with a sliding window."""
+
+    __slots__ = ()
+    keep = 0
+
+    @property
+    def max_size(self) -> int:
+        window = self.run.group.window
+        assert window is not None
+        return window
+
+    def make_mask(self, N: int, **asked: Any) -> Any:
+        """Return None: attention over pages knows the window."""
+        if not asked.get("return_array"):
+            return None
+        return create_attention_mask(N, offset=self.offset, **{"window_size": self.max_size, **asked})
+
+    def put(self, keys: mx.array, values: mx.array, *, token_count: int) -> None:
+        """Have the last of so many tokens, [1, heads, tokens, size], in pages of its own."""
+        kept = keys.shape[2]
+        run = self.run
+        if not run.pages:  # by the first of the layers that share them
+            run.skip(token_count - kept)
+            run.make_room(token_count)
+        places = places_of_one(run, start=token_count - kept, stop=token_count)
+        group = run.group
+        group.attention.write(
+            group.pool, keys.swapaxes(0, 2), values.swapaxes(0, 2), places, layer=self.layer
+        )

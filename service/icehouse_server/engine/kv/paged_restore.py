@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv.page_region import PageRegion
-from icehouse_server.engine.kv.paging import Paging, table_of
-from icehouse_server.engine.kv.pool import numbers_of
+from icehouse_server.engine.kv.paging import table_of
+from icehouse_server.engine.kv.places import places_of_one
+from icehouse_server.engine.kv.pool import Page, numbers_of
+from icehouse_server.engine.kv.table import PageRun
 from icehouse_server.engine.kv_cache.cache_classes import Part
 from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreSource, Restoring
 from icehouse_server.errors import Reason, StorageError
@@ -29,7 +31,6 @@ class PagedRestoring:
 
     def __init__(
         self,
-        paging: Paging,
         parts: Sequence[Part],
         caches: list[Any],
         source: RestoreSource,
@@ -37,14 +38,14 @@ class PagedRestoring:
         token_count: int,
     ) -> None:
         """`caches`: a new row's. Raises StorageError when the blocks do not cover the tokens."""
-        self._paging = paging
         self._source = source
         self.token_count = token_count
         others = [part for part in parts if part.kind is not RegionKind.KV]
         self._others = Restoring(
             others, caches, source, token_count=token_count, capacity_token_count=token_count
         )
-        self._table = table_of(caches)
+        self._run = next((run for run in table_of(caches).runs if run.group.window is None), None)
+        """The pages of the layers of unlimited context."""
         self._covered_count = 0
         """Tokens from 0 on that the table's pages hold."""
 
@@ -54,60 +55,62 @@ class PagedRestoring:
 
     def step(self) -> bool:
         """Rebuild the next part; tell whether more are left. Raises StorageError."""
-        if not self._table.pages:
-            self._put_pages()
+        if self._run is not None and not self._run.pages:
+            self._put_pages(self._run)
         return self._others.step()
 
-    def _put_pages(self) -> None:
+    def _put_pages(self, run: PageRun) -> None:
         loaded = self._source.loaded_kv
         for block in self._source.blocks:
             if block.kv is not None and self._covered_count < self.token_count:
                 self._check_next(block.start_token_index)
                 region = cast("PageRegion", block.kv)
-                self._table.add(region.pages)
+                run.add(region.pages)
                 self._covered_count += region.token_count
         if loaded is not None and self._covered_count < self.token_count:
             self._check_next(loaded.start_token_index)
-            self._write(loaded)
+            self._write(run, loaded)
         if self._covered_count < self.token_count:
             raise _unusable(f"kv ends at token {self._covered_count} of {self.token_count}")
-        self._own_last_page()
+        self._own_last_page(run)
 
     def _check_next(self, start: int) -> None:
         if start != self._covered_count:
             raise _unusable(f"kv starts at token {start} where {self._covered_count} is next")
 
-    def _own_last_page(self) -> None:
+    def _own_last_page(self, run: PageRun) -> None:
         """Have the page to itself that the row will write to: others see it as it is."""
-        pool, table = self._paging.pool, self._table
+        pool = run.group.pool
         count = pool.pages_for(self.token_count)
-        last = table.pages[count - 1]
-        del table.pages[count - 1 :], table.numbers[count - 1 :]
+        last = run.pages[count - 1]
+        assert last is not None
+        del run.pages[count - 1 :], run.numbers[count - 1 :]
         if self.token_count % pool.shape.page_token_count:
-            copy = pool.take(1)
-            self._paging.attention.copy_pages(pool, numbers_of([last]), numbers_of(copy))
-            table.add(copy)
-        else:
-            table.add([last])
+            last = _copy(run, last)
+        run.add([last])
 
-    def _write(self, loaded: LoadedKv) -> None:
+    def _write(self, run: PageRun, loaded: LoadedKv) -> None:
         """Write what was read from SSD into pages of the row's own."""
         start = loaded.start_token_index
         stop = min(loaded.end_token_index, self.token_count)
-        table = self._table
-        table.make_room(stop)
-        before, table.token_count = table.token_count, start
-        places = self._paging.places([table], [stop - start])
-        table.token_count = before
+        run.make_room(stop)
+        places = places_of_one(run, start=start, stop=stop)
         first, last = start - loaded.first_token_index, stop - loaded.first_token_index
-        for place, layer in self._paging.layers.items():
+        for place, layer in run.group.layers.items():
             keys, values = (
                 loaded.target.take(f"{place:03d}.{suffix}", token_count=last)[:, :, first:last].swapaxes(0, 2)
                 for suffix in ("k", "v")
             )
-            self._paging.attention.write(self._paging.pool, keys, values, places, layer=layer)
+            run.group.attention.write(run.group.pool, keys, values, places, layer=layer)
 
         self._covered_count = stop
+
+
+def _copy(run: PageRun, page: Page) -> Page:
+    pool = run.group.pool
+    [copy] = pool.take(1)
+    run.group.attention.copy_pages(pool, numbers_of([page]), numbers_of([copy]))
+    return copy
 
 
 def _unusable(message: str) -> StorageError:

@@ -17,6 +17,7 @@ from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
 from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
 from icehouse_server.engine.kv.paging import Paging, table_of
+from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
@@ -98,6 +99,10 @@ class RunnerBlocks:
         self.facts = dataclasses.replace(self.facts, growth=growth, least_lent_token_count=1)
 
     @property
+    def _group(self) -> PageGroup | None:
+        return None if self._paging is None else self._paging.unlimited
+
+    @property
     def kv_dtypes(self) -> frozenset[mx.Dtype]:
         """Of what is kept of each token, after `measure`."""
         return frozenset(shape.dtype for shape in self._kv_shapes)
@@ -128,7 +133,7 @@ class RunnerBlocks:
         self._thread.check()
         assert self._layout is not None
         caches = self._sequences.caches(sequence_id)
-        if self._paging is not None and RegionKind.KV in kinds:
+        if self._group is not None and RegionKind.KV in kinds:
             others = self.cut(sequence_id, start=start, stop=stop, kinds=set(kinds) - {RegionKind.KV})
             return {RegionKind.KV: self._paged_region(caches, start=start, stop=stop), **others}
         cuts = {
@@ -144,14 +149,13 @@ class RunnerBlocks:
         return dict(regions)
 
     def _paged_region(self, caches: list[Cache], *, start: int, stop: int) -> PageRegion:
-        assert self._paging is not None
-        pages = table_of(caches).pages_of(start, stop)
-        return page_region(self._paging, pages, token_count=stop - start)
+        run = next(run for run in table_of(caches).runs if run.group.window is None)
+        return page_region(run.group, run.pages_of(start, stop), token_count=stop - start)
 
     def begin_cut(self, *, start: int, stop: int) -> KvCutting | PageCutting:
         self._thread.check()
         assert self._layout is not None
-        if self._paging is not None:
+        if self._group is not None:
             return PageCutting(start, stop)
         return KvCutting(self._layout, start=start, stop=stop)
 
@@ -190,7 +194,6 @@ class RunnerBlocks:
         assert self._layout is not None
         if self._paging is not None:
             self._restoring[sequence_id] = PagedRestoring(
-                self._paging,
                 self._layout.parts,
                 self._paging.caches(self._sequences.fresh_caches()),
                 _source_of(restore),
@@ -233,15 +236,15 @@ class RunnerBlocks:
     def _as_arrays(self, region: Region) -> ArrayRegion:
         if not isinstance(region, PageRegion):
             return cast("ArrayRegion", region)
-        assert self._paging is not None
-        copied = copied_out(self._paging, region, [shape.name for shape in self._kv_shapes])
+        assert self._group is not None
+        copied = copied_out(self._group, region, [shape.name for shape in self._kv_shapes])
         evaluate([copied])
         return copied
 
     def from_host(self, region: HostRegion) -> Region:
         self._thread.check()
-        if self._paging is not None and region.kind is RegionKind.KV:
-            return put_in(self._paging, region)
+        if self._group is not None and region.kind is RegionKind.KV:
+            return put_in(self._group, region)
         return from_host(region)
 
 

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv.paged_cache import PagedCache
+from icehouse_server.engine.kv.paged_cache import PagedCache, PagedWindowCache
 from icehouse_server.engine.kv_cache import opaque_state
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.held import Held, HeldSegments, keys_and_values, none_held
@@ -337,6 +337,28 @@ class RotatingKv(CacheClass):
         return _undo_of(cache, "offset", "_idx")
 
 
+class PagedWindowKv(RotatingKv):
+    """PagedWindowCache: the same with keys and values in the page pool, and a page more of them."""
+
+    __slots__ = ()
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        return None
+
+    def held(self, cache: Cache) -> Held:
+        return cast(Held, cache.held())
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.put(arrays["k"], arrays["v"], token_count=token_count)
+        return empty
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        """The row's table counts fewer tokens."""
+
+    def mark(self, cache: Cache) -> Undo:
+        return lambda: None
+
+
 class SlottedState(CacheClass):
     """ArraysCache: a recurrent or convolution state in slots, known only where the sequence stands."""
 
@@ -407,6 +429,7 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
         PlainKv(KVCache),
         BorrowingKv(BorrowingCache),
         PagedKv(PagedCache),
+        PagedWindowKv(PagedWindowCache),
         QuantizedKv(QuantizedKVCache),
         ChunkedKv(ChunkedKVCache),
         RotatingKv(RotatingKVCache),

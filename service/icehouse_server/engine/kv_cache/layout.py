@@ -190,8 +190,7 @@ class CacheLayout:
 
 def _found(caches: Sequence[Any], part: Part) -> Any:
     cache = leaf(caches, part.path)
-    is_plain = part.cache_class.is_plain and class_of(cache).is_plain
-    assert is_plain or class_of(cache) == part.cache_class, (part.name, part.cache_class.name, type(cache))
+    assert class_of(cache).kind is part.kind, (part.name, part.cache_class.name, type(cache))
     return cache
 
 

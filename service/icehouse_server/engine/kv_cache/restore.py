@@ -18,7 +18,7 @@ import mlx.core as mx
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv.page_region import PageRegion
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
-from icehouse_server.engine.kv_cache.cache_classes import Part, leaf, put
+from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
 from icehouse_server.errors import Reason, StorageError
@@ -82,7 +82,7 @@ class Restoring:
             return self._lent(part, empty)
         arrays = self._arrays_of(part)
         mx.eval(arrays)
-        return part.cache_class.rebuild(empty, arrays, token_count=self.token_count)
+        return class_of(empty).rebuild(empty, arrays, token_count=self.token_count)
 
     def _lent(self, part: Part, empty: Any) -> BorrowingCache:
         """Return a cache that reads the blocks where they are, and goes on in what was loaded."""

@@ -22,8 +22,9 @@ from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv.paging import Paging, pool_shape
+from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache
@@ -46,6 +47,7 @@ from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
+from icehouse_server.engine.runner.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of
 from icehouse_server.engine.runner.pass_clock import PassClock
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
@@ -56,8 +58,6 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
-_PAGE_TOKEN_COUNT = 64
-"""Tokens of a page at most; it divides a block's."""
 _FIRST_POOL_SHARE = 1 / 8
 """Of what may be used beside the weights: the page pool that a server begins with."""
 _POOL_SHARE = 3 / 4
@@ -129,6 +129,7 @@ class ModelRunner:
         """How passes of the model are run; true after `load`."""
         self._paging: Paging | None = None
         """Where KV lies in pages; known after `load`."""
+        self._page_groups: tuple[GroupFacts, ...] = ()
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
             is_pipelined=settings.is_pipelined,
@@ -159,7 +160,7 @@ class ModelRunner:
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
-        self._page()
+        self._page(self._page_groups)
         if self._paging is not None:
             self._warm_up(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
@@ -250,7 +251,7 @@ class ModelRunner:
         return self._memory_model
 
     def memory(self) -> MemoryUse:
-        free = 0 if self._paging is None else self._paging.pool.free_bytes
+        free = 0 if self._paging is None else self._paging.free_bytes
         return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free)
 
     def close(self) -> None:
@@ -325,6 +326,11 @@ class ModelRunner:
         row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0), adapter=adapter)
         self.run([Chunk(sequence_id, [0, 0], adapter)])
         footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
+        if self._paging is None and self._facts.caches:
+            page_token_count = math.gcd(PAGE_TOKEN_COUNT, self._settings.block_token_count)
+            self._page_groups = groups_of(
+                self._facts.caches, self.caches(sequence_id), page_token_count=page_token_count
+            )
         self.run([Chunk(sequence_id, [0], adapter, row=row)])
         self.run([])
         self.release([sequence_id])
@@ -363,29 +369,34 @@ class ModelRunner:
         """Return how many layers keep KV of unlimited context."""
         return len(slab_places(self._facts.caches, self.fresh_caches()))
 
-    def _page(self) -> None:
-        """Put the KV of rows to come into pages, where that is wanted and every layer that has some can be."""
+    def _page(self, facts: Sequence[GroupFacts]) -> None:
+        """Put the KV of rows to come into pages, where that is wanted and can be."""
         wanted = self._settings.attention
         if wanted is not Attention.PAGES and not (wanted is Attention.AUTO and self._settings.is_pipelined):
             return
-        if not self._facts.takes_slab:
-            return
-        places = plain_places(self._facts.caches, self.fresh_caches())
-        page_token_count = math.gcd(_PAGE_TOKEN_COUNT, self._settings.block_token_count)
-        shape = pool_shape(self.blocks.kv_shapes, page_token_count=page_token_count)
-        attention = backend_for(shape) if shape is not None and len(places) == shape.layer_count else None
-        if shape is None or attention is None:
+        backends = [backend_for(each.shape) for each in facts]
+        if not backends or None in backends:
             _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
             return
-        limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
-        pool = PagePool(
-            shape,
-            passes=self._pass_clock,
-            first_bytes=int(_FIRST_POOL_SHARE * limit_bytes),
-            limit_bytes=int(_POOL_SHARE * limit_bytes),
+        limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory()) // len(facts)
+        self._paging = Paging(
+            tuple(
+                PageGroup(
+                    PagePool(
+                        each.shape,
+                        passes=self._pass_clock,
+                        first_bytes=int(_FIRST_POOL_SHARE * limit_bytes),
+                        limit_bytes=int(_POOL_SHARE * limit_bytes),
+                    ),
+                    backend,
+                    each.layers,
+                    each.window,
+                )
+                for each, backend in zip(facts, backends, strict=True)
+                if backend is not None
+            )
         )
-        self._paging = Paging(pool, attention, {place: layer for layer, place in enumerate(places)})
-        self._growth = KvGrowth(page_token_count, is_paged=True)
+        self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)
         self._facts = dataclasses.replace(self._facts, takes_slab=False, layer_count=0)
         self._pipeline.is_paged = True
         self._pipeline.forwards[NO_ADAPTER].paging = self._paging
@@ -394,7 +405,7 @@ class ModelRunner:
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""
         if self._paging is not None:
-            return kv_bytes_per_token // self._paging.pool.shape.layer_count
+            return kv_bytes_per_token // len(self._facts.caches)
         if not self._facts.takes_slab:
             return 0  # it is the model's own, or reads windows
         return float_bytes(

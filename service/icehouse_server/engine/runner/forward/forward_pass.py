@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from icehouse_server.engine.core.kv_growth import slot_room
 from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.places import places_of
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.layer_view import (
@@ -268,11 +269,7 @@ class ForwardPass:
                 assert isinstance(flat, FlatLayer)
                 flat.runs, flat.place = runs, place
         if self.paging is not None:
-            places = self.paging.places([row.table for row in spans.rows], spans.counts)
-            for place, number in self.paging.layers.items():
-                flat = views[place]
-                assert isinstance(flat, FlatLayer)
-                flat.paged = PagedLayer(self.paging, places, number)
+            _put_pages(self.paging, spans, views)
         return views
 
     def _regroup(self, spans: Spans) -> None:
@@ -377,6 +374,17 @@ class _Wanted:
             logit_spans=_as_given(_spans([share.logit_count for share in spans.shares]), spans),
             hidden_spans=_as_given(_spans([share.hidden_count for share in spans.shares]), spans),
         )
+
+
+def _put_pages(paging: Paging, spans: Spans, views: Sequence[View]) -> None:
+    """Tell layers whose KV is in pages where the pass's tokens lie."""
+    begins = [row.token_count for row in spans.rows]
+    for number, group in enumerate(paging.groups):
+        places = places_of([row.table.runs[number] for row in spans.rows], begins, spans.counts)
+        for place, layer in group.layers.items():
+            flat = views[place]
+            assert isinstance(flat, FlatLayer)
+            flat.paged = PagedLayer(group, places, layer)
 
 
 def _features_of(shares: Sequence[Share], starts: Sequence[int]) -> list[Features]:

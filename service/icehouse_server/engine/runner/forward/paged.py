@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.attention.port import TokenPlaces
-from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, Spans
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PagedLayer:
     """One layer of a pass whose KV is in pages."""
 
-    paging: Paging
+    group: PageGroup
     places: TokenPlaces
     """The same for all layers of the pass."""
     number: int
@@ -41,8 +41,9 @@ def attend_pages(
     masks: Sequence[Mask] | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Return [tokens, heads, 1, size]. A pass's first call writes the keys and values, later ones share them."""
-    pool, attention, places = paged.paging.pool, paged.paging.attention, paged.places
+    """Return [tokens, heads, 1, size]. A pass's first call writes keys and values, later ones share them."""
+    pool, attention, places = paged.group.pool, paged.group.attention, paged.places
+    window = paged.group.window
     if layer.fetched is None:
         attention.write(pool, keys, values, places, layer=paged.number)
         layer.fetched = []
@@ -54,7 +55,13 @@ def attend_pages(
     if token_count:
         outputs.append(
             attention.attend(
-                pool, queries[:token_count], places, layer=paged.number, scale=scale, sinks=sinks
+                pool,
+                queries[:token_count],
+                places,
+                layer=paged.number,
+                scale=scale,
+                window=window,
+                sinks=sinks,
             )
         )
     for number in range(row_count, len(spans.rows)):
@@ -68,6 +75,7 @@ def attend_pages(
                 first=start,
                 layer=paged.number,
                 scale=scale,
+                window=window,
                 sinks=sinks,
                 mask=mask if isinstance(mask, mx.array) else None,
             )

@@ -23,7 +23,8 @@ SinglePlace = tuple[int, Any, Any]
 
 @dataclasses.dataclass(slots=True)
 class Spans:
-    """The rows of one pass in the order in which their tokens lie: rows of one token first, long chunks last."""
+    """The rows of one pass in the order in which their tokens lie: those of one token first, long chunks
+    last."""
 
     shares: tuple[Share, ...]
     rows: tuple[Row, ...]

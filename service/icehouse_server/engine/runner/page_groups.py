@@ -1,0 +1,72 @@
+"""Page groups of a model: which of its layers have KV that can lie in pages, and which of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import mlx.core as mx
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.attention.port import PoolShape
+from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of
+from icehouse_server.engine.runner.forward import Way
+from icehouse_server.engine.runner.forward.ways import CacheWay
+
+PAGE_TOKEN_COUNT: Final = 64
+"""Tokens of a page at most. A row wastes less than so many."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """Layers that share a pool and a run of pages in each row."""
+
+    shape: PoolShape
+    layers: Mapping[int, int]
+    """By a cache's place among a row's caches: the layer's number in the pool."""
+    window: int | None
+
+
+def groups_of(
+    ways: Sequence[CacheWay], caches: Sequence[Cache], *, page_token_count: int
+) -> tuple[GroupFacts, ...]:
+    """Return the groups of a model whose `caches` hold some tokens; none where KV that blocks are made of
+    is not all alike."""
+    found: dict[tuple[int | None, int, int, mx.Dtype], list[int]] = {}
+    for place, (way, cache) in enumerate(zip(ways, caches, strict=False)):
+        like = _like(way, cache)
+        if like is not None:
+            found.setdefault(like, []).append(place)
+    unlimited = [places for (window, *_), places in found.items() if window is None]
+    kv_count = sum(_is_kv(way, cache) for way, cache in zip(ways, caches, strict=False))
+    if len(unlimited) > 1 or sum(map(len, unlimited)) != kv_count:
+        return ()
+    return tuple(
+        GroupFacts(
+            PoolShape(len(places), head_count, size, page_token_count, dtype),
+            {place: layer for layer, place in enumerate(places)},
+            window,
+        )
+        for (window, head_count, size, dtype), places in found.items()
+    )
+
+
+def _is_kv(way: CacheWay, cache: Cache) -> bool:
+    return bool(way.parts) or class_of(cache).kind is RegionKind.KV
+
+
+def _like(way: CacheWay, cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:
+    """Return the window, KV heads, head size and type of a layer; None where it cannot be in pages."""
+    if way.way is not Way.ATTENTION or way.parts or way.is_entered:
+        return None
+    entry = class_of(cache)
+    if not (isinstance(entry, RotatingKv) and not cache.keep) and not (
+        isinstance(entry, PlainKv) and entry.is_plain
+    ):
+        return None
+    keys, values = cache.keys, cache.values
+    like = (keys.shape[1], keys.shape[3], keys.dtype)
+    if like != (values.shape[1], values.shape[3], values.dtype) or not mx.issubdtype(keys.dtype, mx.floating):
+        return None
+    return entry.window_token_count(cache) or None, *like

@@ -1,0 +1,95 @@
+"""Rows whose KV lies in pages draw what they draw by themselves, with sliding windows, guesses and chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from icehouse_server.engine.attention.gather import GatherAttention
+from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.table import PageGroup
+from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
+from icehouse_server.engine.runner.page_groups import groups_of
+from icehouse_server.engine.runner.pass_clock import PassClock
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.fixtures.models import ARCHITECTURES, build
+from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
+
+PAGE_TOKEN_COUNT = 16
+WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
+"""Keys and values of different sizes, no KV at all, chunks of the context, KV in a list with a state."""
+
+
+def paging_of(model: Any, forward: ForwardPass, clock: PassClock) -> Paging | None:
+    caches = make_prompt_cache(model)
+    model(mx.array([[5, 6, 7]]), cache=caches)
+    facts = groups_of(forward.facts.caches, caches, page_token_count=PAGE_TOKEN_COUNT)
+    groups = [
+        PageGroup(PagePool(each.shape, passes=clock), GatherAttention(), each.layers, each.window)
+        for each in facts
+    ]
+    return Paging(tuple(groups)) if groups else None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
+def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> None:
+    model = build(architecture)
+    forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
+    paging = paging_of(model, forward, PassClock())
+    if paging is None:
+        assert architecture in WITHOUT_PAGES
+        return
+    assert architecture not in WITHOUT_PAGES
+    forward.paging = paging
+
+    def make() -> list[Any]:
+        return paging.caches(make_prompt_cache(model))
+
+    for seed in range(2):
+        guests = []
+        for number, length in enumerate((37, 12, 505, 25, 37, 1)):
+            prompt = prompt_of(length, number)
+            tokens, logits = alone(model, prompt, 12)
+            guests.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
+        Company(forward, seed=seed, guesses=guesses, make_caches=make if seed else None).run(guests)
+        assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
+        assert max(guest.farthest for guest in guests) < 2e-3
+        del guests
+    for group in paging.groups:
+        assert group.pool.free_bytes == group.pool.page_count * group.pool.shape.page_bytes, "pages are lost"
+
+
+def test_a_page_is_handed_out_again_only_when_the_pass_that_may_read_it_has_ended() -> None:
+    clock = PassClock()
+    model = build("llama")
+    paging = paging_of(model, ForwardPass(model, examine(model)), clock)
+    assert paging is not None
+    pool = paging.groups[0].pool
+    number = clock.dispatch()
+    [page] = pool.take(1)
+    freed = page.number
+    del page
+    others = pool.take(pool.page_count - 1)
+    assert freed not in {other.number for other in others}
+    clock.end(number)
+    assert [other.number for other in pool.take(1)] == [freed]
+
+
+def test_a_window_lets_go_of_pages_that_it_has_left_behind() -> None:
+    model = build("gemma3_text")
+    forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
+    forward.paging = paging = paging_of(model, forward, PassClock())
+    assert paging is not None
+    row = Row(paging.caches(make_prompt_cache(model)))
+    guest = Guest(prompt_of(400, 1), *alone(model, prompt_of(400, 1), 4), row, prompt_of(400, 1))
+    Company(forward, seed=1, guesses=False).run([guest])
+    held = {run.group.window: len(run.pages) - run.numbers.count(-1) for run in row.table.runs}
+    window = max(each for each in held if each is not None)
+    assert held[None] == -(-row.token_count // PAGE_TOKEN_COUNT)
+    # The last chunk's pages stay until the next pass; a window's tokens touch one page more than they fill.
+    assert held[window] * PAGE_TOKEN_COUNT <= window + 64 + 3 * PAGE_TOKEN_COUNT
