@@ -78,9 +78,7 @@ class TokenPlaces:
 class PagedAttention(Protocol):
     """One backend. Layers are counted within the group."""
 
-    def write(
-        self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int
-    ) -> None:
+    def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
         ...
 
