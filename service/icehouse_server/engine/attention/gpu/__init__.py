@@ -1,0 +1,1 @@
+"""Attention over pages on GPUs: custom kernels of one body for CUDA and Metal."""

@@ -1,0 +1,233 @@
+"""Kernel bodies of attention over pages: one text for CUDA, Metal and the tests' C++ (see `headers`).
+
+Constants of a model: T, the pool's type; Q, that of queries and of the result; D, head size; KV_HEADS;
+GROUP, query heads a KV head; PAGE, tokens a page; LAYERS; HEADS, query heads that a block takes at once;
+LANES, lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one.
+All else is known when a kernel runs, so that nothing is compiled again:
+
+- `pool`: [pages, LAYERS, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
+  beginning (see `launch`); places within are counted in 64 bits;
+- `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
+  the page numbers;
+- `settings`: four ints: the layer, the window (0: none), keys a split, and the bits of the scale;
+- `order`: what this launch must come after; a launch that writes gives a new one.
+
+Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
+maxima and sums. Logits are in powers of two, which saves a product each.
+"""
+
+from __future__ import annotations
+
+THREADS = 128
+"""Of a block that writes or attends: the bodies below count on four warps of 32."""
+
+PAGE_THREADS = 256
+PAGE_VECTORS = 8
+"""Of a block that moves pages: its threads, and vectors of 16 bytes a thread."""
+
+WRITE = r"""
+  // A block a token: its keys and values of all heads.
+  constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
+  struct alignas(16) Vector { T numbers[N]; };
+  const int token = GROUP_X, layer = settings[0];
+  const int start = places[2 * token], position = places[2 * token + 1];
+  const size_t page = (size_t)places[start + position / PAGE];
+  const size_t slot = (page * LAYERS + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
+  DEVICE Vector* to = (DEVICE Vector*)pool + slot * HEAD_VECTORS;
+  const DEVICE Vector* new_keys = (const DEVICE Vector*)keys + (size_t)token * KV_HEADS * HEAD_VECTORS;
+  const DEVICE Vector* new_values = (const DEVICE Vector*)values + (size_t)token * KV_HEADS * HEAD_VECTORS;
+  for (int i = THREAD; i < KV_HEADS * HEAD_VECTORS; i += THREADS) {
+    const int at = i / HEAD_VECTORS * PAGE * HEAD_VECTORS + i % HEAD_VECTORS;
+    to[at] = new_keys[i];
+    to[at + KV_HEADS * PAGE * HEAD_VECTORS] = new_values[i];
+  }
+  if (token == 0 && THREAD == 0) new_order[0] = 0;
+"""
+
+MOVE_PAGES = r"""
+  // Whole pages from `content` to the pool: `moves` has two ints for each, its number there and here.
+  constexpr int N = 16 / sizeof(T), VECTORS = LAYERS * 2 * KV_HEADS * PAGE * (D / N);
+  struct alignas(16) Vector { T numbers[N]; };
+  const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * VECTORS;
+  DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * VECTORS;
+  for (int j = 0; j < PAGE_VECTORS; j++) {
+    const int i = (GROUP_X * PAGE_VECTORS + j) * THREADS + THREAD;
+    if (i < VECTORS) to[i] = from[i];
+  }
+  if (GROUP_X == 0 && GROUP_Y == 0 && THREAD == 0) new_order[0] = 0;
+""".replace("PAGE_VECTORS", str(PAGE_VECTORS))
+
+_ATTEND = r"""
+  // A block a token, HEADS query heads of one KV head, and a split. Of its 4 warps each takes PARTS keys at
+  // once, LANES lanes a key, and loads ROUNDS of them before it uses one.
+  constexpr int PARTS = 32 / LANES, WARPS = 4, ROUND = WARPS * PARTS;
+  constexpr int E = D / LANES, VECTORS = E / VECTOR, BLOCKS = (GROUP + HEADS - 1) / HEADS;
+  constexpr float NONE = -1e30f;
+  struct alignas(VECTOR * sizeof(T)) Vector { T numbers[VECTOR]; };
+  const int token = GROUP_X, split = GROUP_Z, kv_head = GROUP_Y / BLOCKS;
+  const int skipped = GROUP_Y % BLOCKS * HEADS, first_head = kv_head * GROUP + skipped;
+  const int head_count = GROUP - skipped < HEADS ? GROUP - skipped : HEADS;
+  const int warp = THREAD / 32, part = THREAD % 32 / LANES, lane = THREAD % LANES;
+  const int layer = settings[0], window = settings[1], split_size = settings[2];
+  const float scale = AS_FLOAT(settings[3]) * 1.44269504f;
+  const int start = places[2 * token], position = places[2 * token + 1];
+  const int begin = (window > 0 && position >= window ? position + 1 - window : 0) + split * split_size;
+  const int end = position + 1 - begin > split_size ? begin + split_size : position + 1;
+
+  float q[HEADS][E], o[HEADS][E], top[HEADS], sum[HEADS];
+  UNROLL for (int g = 0; g < HEADS; g++) {
+    const int head = first_head + (g < head_count ? g : 0);
+    const DEVICE Q* from = queries + ((size_t)token * KV_HEADS * GROUP + head) * D;
+    top[g] = NONE;
+    sum[g] = 0.0f;
+    UNROLL for (int e = 0; e < E; e++) {
+      q[g][e] = (float)from[(e / VECTOR * LANES + lane) * VECTOR + e % VECTOR] * scale;
+      o[g][e] = 0.0f;
+    }
+  }
+  for (int round = begin + warp * PARTS; round < end; round += ROUND * ROUNDS) {
+    Vector keys[ROUNDS][VECTORS], values[ROUNDS][VECTORS];
+    UNROLL for (int r = 0; r < ROUNDS; r++) {
+      const int wanted = round + r * ROUND + part, key = wanted < end ? wanted : begin;
+      const size_t page = (size_t)places[start + key / PAGE];
+      const size_t slot = ((page * LAYERS + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
+      const DEVICE Vector* from = (const DEVICE Vector*)(pool + slot * D);
+      UNROLL for (int v = 0; v < VECTORS; v++) {
+        keys[r][v] = from[v * LANES + lane];
+        values[r][v] = from[KV_HEADS * PAGE * (D / VECTOR) + v * LANES + lane];
+      }
+    }
+    float logits[ROUNDS][HEADS];
+    UNROLL for (int r = 0; r < ROUNDS; r++) {
+      UNROLL for (int g = 0; g < HEADS; g++) logits[r][g] = 0.0f;
+      UNROLL for (int e = 0; e < E; e++) {
+        const float number = (float)keys[r][e / VECTOR].numbers[e % VECTOR];
+        UNROLL for (int g = 0; g < HEADS; g++) logits[r][g] += q[g][e] * number;
+      }
+      UNROLL for (int g = 0; g < HEADS; g++) {
+        UNROLL for (int mask = LANES / 2; mask > 0; mask /= 2) {
+          const float other = LANE_XOR(logits[r][g], mask);
+          logits[r][g] += other;
+        }
+        if (round + r * ROUND + part >= end) logits[r][g] = NONE;
+      }
+    }
+    UNROLL for (int g = 0; g < HEADS; g++) {
+      float highest = top[g];
+      UNROLL for (int r = 0; r < ROUNDS; r++) highest = logits[r][g] > highest ? logits[r][g] : highest;
+      const float kept = EXP2(top[g] - highest);
+      top[g] = highest;
+      sum[g] *= kept;
+      UNROLL for (int e = 0; e < E; e++) o[g][e] *= kept;
+      UNROLL for (int r = 0; r < ROUNDS; r++) {
+        logits[r][g] = round + r * ROUND + part < end ? EXP2(logits[r][g] - highest) : 0.0f;
+        sum[g] += logits[r][g];
+      }
+    }
+    UNROLL for (int r = 0; r < ROUNDS; r++) {
+      UNROLL for (int e = 0; e < E; e++) {
+        const float number = (float)values[r][e / VECTOR].numbers[e % VECTOR];
+        UNROLL for (int g = 0; g < HEADS; g++) o[g][e] += logits[r][g] * number;
+      }
+    }
+  }
+  // The keys that a warp took at once, then the warps.
+  UNROLL for (int g = 0; g < HEADS; g++) {
+    UNROLL for (int mask = LANES; mask < 32; mask *= 2) {
+      const float other_top = LANE_XOR(top[g], mask);
+      const float other_sum = LANE_XOR(sum[g], mask);
+      const float highest = other_top > top[g] ? other_top : top[g];
+      const float mine = EXP2(top[g] - highest), others = EXP2(other_top - highest);
+      top[g] = highest;
+      sum[g] = sum[g] * mine + other_sum * others;
+      UNROLL for (int e = 0; e < E; e++) {
+        const float other = LANE_XOR(o[g][e], mask);
+        o[g][e] = o[g][e] * mine + other * others;
+      }
+    }
+  }
+  SHARED float warp_o[WARPS * HEADS * D];
+  SHARED float warp_top[WARPS * HEADS];
+  SHARED float warp_sum[WARPS * HEADS];
+  if (part == 0) {
+    UNROLL for (int g = 0; g < HEADS; g++) {
+      const int at = warp * HEADS + g;
+      UNROLL for (int e = 0; e < E; e++) {
+        warp_o[at * D + (e / VECTOR * LANES + lane) * VECTOR + e % VECTOR] = o[g][e];
+      }
+      if (lane == 0) {
+        warp_top[at] = top[g];
+        warp_sum[at] = sum[g];
+      }
+    }
+  }
+  BARRIER();
+  for (int i = THREAD; i < head_count * D; i += THREADS) {
+    const int g = i / D, e = i % D, head = first_head + g;
+    float highest = NONE, total = 0.0f, number = 0.0f;
+    for (int w = 0; w < WARPS; w++) {
+      highest = warp_top[w * HEADS + g] > highest ? warp_top[w * HEADS + g] : highest;
+    }
+    for (int w = 0; w < WARPS; w++) {
+      const float share = EXP2(warp_top[w * HEADS + g] - highest);
+      total += warp_sum[w * HEADS + g] * share;
+      number += warp_o[(w * HEADS + g) * D + e] * share;
+    }
+"""
+
+_ATTEND_WHOLE = (
+    _ATTEND
+    + r"""
+    TAKE_SINK
+    out[((size_t)token * KV_HEADS * GROUP + head) * D + e] = (Q)(number / total);
+  }
+"""
+)
+
+ATTEND_SPLIT = (
+    _ATTEND
+    + r"""
+    const size_t at = ((size_t)token * KV_HEADS * GROUP + head) * GROUPS_Z + split;
+    if (begin < end) parts[at * D + e] = number;
+    if (e == 0) {
+      part_sums[at * 2] = highest;
+      part_sums[at * 2 + 1] = total;
+    }
+  }
+"""
+)
+
+_MERGE = r"""
+  // A block a token and query head, D threads.
+  const int head = GROUP_X % HEADS, e = THREAD, part_count = parts_shape[2];
+  const size_t first = (size_t)GROUP_X * part_count;
+  float highest = -1e30f, total = 0.0f, number = 0.0f;
+  for (int p = 0; p < part_count; p++) {
+    const float top = part_sums[(first + p) * 2];
+    highest = top > highest ? top : highest;
+  }
+  for (int p = 0; p < part_count; p++) {
+    const float share = EXP2(part_sums[(first + p) * 2] - highest);
+    total += part_sums[(first + p) * 2 + 1] * share;
+    if (share > 0.0f) number += parts[(first + p) * D + e] * share;   // an empty split wrote no numbers
+  }
+  TAKE_SINK
+  out[(size_t)GROUP_X * D + e] = (Q)(number / total);
+"""
+
+_TAKE_SINK = r"""
+    const float sink = (float)sinks[head] * 1.44269504f;
+    const float raised = sink > highest ? sink : highest, share = EXP2(highest - raised);
+    number *= share;
+    total = total * share + EXP2(sink - raised);
+"""
+
+
+def attend_whole(*, has_sinks: bool) -> str:
+    """Return the body that attends to each token's keys in one split and gives the result itself."""
+    return _ATTEND_WHOLE.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")
+
+
+def merge(*, has_sinks: bool) -> str:
+    """Return the body that joins what the splits gave."""
+    return _MERGE.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")

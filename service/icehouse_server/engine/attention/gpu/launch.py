@@ -1,0 +1,280 @@
+"""GpuAttention: attention over pages by custom kernels, on CUDA and Metal.
+
+Launches a layer: one to write, one to attend, and one more to merge where keys are split; whatever the number
+of rows. Nothing is compiled again when rows, tokens, tables or splits change. Inference thread only.
+
+Kernels get a short view of the pool's beginning, not the pool: MLX adds up the sizes of what a command buffer
+reads and ends it at a limit, which a pool alone is above, so that each launch would end one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.engine.attention.gpu import body
+from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
+from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
+
+_LANES_A_KEY = 8
+_VECTOR_BYTES = 16
+_LEAST_INPUT = 8
+"""MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
+_SMALLEST_SPLIT = 128
+"""Keys. What a split writes and the merge reads again is then below a sixteenth of the keys and values."""
+_MOST_SPLITS = 64
+_BLOCKS_A_CORE = 6
+"""Blocks that keep a core busy: two or three run at once, the rest evens out unequal rows."""
+_REMEMBERED_PLACES = 4
+"""Of groups whose layers take turns."""
+_REMEMBERED_SETTINGS = 4096
+
+MakeKernel = Callable[..., Callable[..., list[mx.array]]]
+"""mx.fast.cuda_kernel, mx.fast.metal_kernel, or what the tests have in their stead."""
+
+
+def find_gpu_attention() -> GpuAttention | None:
+    """Return the kernels of the device that MLX computes on, None where it is no GPU."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    if mx.cuda.is_available():
+        return GpuAttention(mx.fast.cuda_kernel, CUDA)
+    return GpuAttention(mx.fast.metal_kernel, METAL)
+
+
+def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) -> int:
+    """Return how many keys a split takes: a power of two, so that lengths that grow change it rarely.
+
+    Few and long rows are split to use all cores, many rows only so far that the longest ones do not end last.
+    """
+    enough = int(visible_counts.sum(dtype=np.int64)) * blocks_per_split // (_BLOCKS_A_CORE * core_count)
+    size = max(_SMALLEST_SPLIT, 1 << max(enough.bit_length() - 1, 0))
+    while visible_counts.max() > size * _MOST_SPLITS:
+        size *= 2
+    return size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Splits:
+    size: int
+    """Keys."""
+    count: int
+
+
+@dataclasses.dataclass(slots=True)
+class _OnDevice:
+    """Places of a pass as the kernels take them, and what was found for its layers."""
+
+    places: TokenPlaces
+    array: mx.array
+    splits: dict[tuple[int, int, int], _Splits] = dataclasses.field(default_factory=dict)
+    """By tokens, window (0: none) and blocks a split."""
+
+
+class GpuAttention:
+    """`PagedAttention` for GPUs. `make_kernel` is MLX's for the language."""
+
+    def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
+        self._language = language
+        self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)
+        self._settings: dict[tuple[int, int, int, float], mx.array] = {}
+        self._pool_array: mx.array | None = None
+        self._pool_start: mx.array | None = None
+
+        def kernel(name: str, inputs: str, outputs: str, source: str) -> Callable[..., list[mx.array]]:
+            return make_kernel(
+                name=f"icehouse_{name}",
+                input_names=inputs.split(),
+                output_names=outputs.split(),
+                source=language.body_start + source,
+                header=language.header,
+            )
+
+        self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
+        self._move = kernel("move_pages", "content pool moves order", "new_order", body.MOVE_PAGES)
+        attend_inputs = "queries pool places settings order"
+        self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
+        self._attend_whole, self._merge = {}, {}
+        for has_sinks, ending, sinks in ((False, "", ""), (True, "_sinks", " sinks")):
+            self._attend_whole[has_sinks] = kernel(
+                f"attend{ending}", attend_inputs + sinks, "out", body.attend_whole(has_sinks=has_sinks)
+            )
+            self._merge[has_sinks] = kernel(
+                f"merge{ending}", "parts part_sums" + sinks, "out", body.merge(has_sinks=has_sinks)
+            )
+
+    def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
+        shape = pool.shape
+        (pool.order,) = self._write(
+            inputs=[
+                keys.astype(shape.dtype),
+                values.astype(shape.dtype),
+                self._start_of(pool),
+                self._on_device(places).array,
+                self._settings_array(layer),
+                pool.order,
+            ],
+            template=_pool_constants(shape),
+            grid=(places.token_count * body.THREADS, 1, 1),
+            threadgroup=(body.THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+
+    def attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        token_count, head_count, _, head_size = queries.shape
+        shape = pool.shape
+        group = head_count // shape.kv_head_count
+        heads = self._heads_a_block(group, head_size)
+        blocks = shape.kv_head_count * -(-group // heads)
+        on_device = self._on_device(places)
+        splits = self._splits(on_device, token_count, window or 0, blocks)
+        constants = (*_pool_constants(shape), *_query_constants(shape, queries.dtype, group, heads))
+        extra = [] if sinks is None else [sinks]
+        inputs = [
+            queries,
+            self._start_of(pool),
+            on_device.array,
+            self._settings_array(layer, window or 0, splits.size, scale),
+            pool.order,
+        ]
+        launch: dict[str, Any] = {
+            "template": constants,
+            "grid": (token_count * body.THREADS, blocks, splits.count),
+            "threadgroup": (body.THREADS, 1, 1),
+        }
+        if splits.count == 1:
+            return self._attend_whole[sinks is not None](
+                inputs=inputs + extra, output_shapes=[queries.shape], output_dtypes=[queries.dtype], **launch
+            )[0]
+        parts = self._attend_split(
+            inputs=inputs,
+            output_shapes=[
+                (token_count, head_count, splits.count, head_size),
+                (token_count, head_count, splits.count, 2),
+            ],
+            output_dtypes=[mx.float32, mx.float32],
+            **launch,
+        )
+        return self._merge[sinks is not None](
+            inputs=parts + extra,
+            template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
+            grid=(token_count * head_count * head_size, 1, 1),
+            threadgroup=(head_size, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[queries.dtype],
+        )[0]
+
+    def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
+        self._move_pages(pool, self._start_of(pool), sources, targets)
+
+    def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
+        self._move_pages(pool, content, np.arange(len(pages), dtype=np.int32), pages)
+
+    def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
+        return mx.take(pool.array, mx.array(pages) + pool.order, axis=0)
+
+    def _move_pages(self, pool: Pool, content: mx.array, sources: Ints, targets: Ints) -> None:
+        if not len(targets):
+            return
+        moves = np.zeros(max(2 * len(targets), _LEAST_INPUT), np.int32)
+        moves[0 : 2 * len(targets) : 2], moves[1 : 2 * len(targets) : 2] = sources, targets
+        block_bytes = body.PAGE_THREADS * body.PAGE_VECTORS * _VECTOR_BYTES
+        (pool.order,) = self._move(
+            inputs=[content, self._start_of(pool), mx.array(moves), pool.order],
+            template=_pool_constants(pool.shape),
+            grid=(-(-pool.shape.page_bytes // block_bytes) * body.PAGE_THREADS, len(targets), 1),
+            threadgroup=(body.PAGE_THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+
+    def _start_of(self, pool: Pool) -> mx.array:
+        """Return a short view of the pool's beginning. Made once: a pool that grows has another array."""
+        if self._pool_start is None or self._pool_array is not pool.array:
+            self._pool_array = pool.array
+            self._pool_start = mx.reshape(pool.array, (-1,))[:_LEAST_INPUT]
+        return self._pool_start
+
+    def _on_device(self, places: TokenPlaces) -> _OnDevice:
+        """Return the places in one array: one transfer and one input of each launch."""
+        for known in self._places:
+            if known.places is places:
+                return known
+        first_page = 2 * places.token_count
+        numbers = np.zeros(max(first_page + len(places.pages), _LEAST_INPUT), np.int32)
+        numbers[0:first_page:2] = places.page_starts[places.rows] + first_page
+        numbers[1:first_page:2] = places.positions
+        numbers[first_page : first_page + len(places.pages)] = places.pages
+        found = _OnDevice(places, mx.array(numbers))
+        self._places.appendleft(found)
+        return found
+
+    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> _Splits:
+        key = (token_count, window, blocks)
+        if (known := on_device.splits.get(key)) is not None:
+            return known
+        visible_counts = on_device.places.positions[:token_count] + 1
+        if window:
+            visible_counts = np.minimum(visible_counts, window)
+        size = split_size(visible_counts, blocks_per_split=blocks, core_count=self._language.usual_core_count)
+        found = on_device.splits[key] = _Splits(size, -(-int(visible_counts.max()) // size))
+        return found
+
+    def _settings_array(self, layer: int, window: int = 0, split: int = 0, scale: float = 0.0) -> mx.array:
+        key = (layer, window, split, scale)
+        if (known := self._settings.get(key)) is not None:
+            return known
+        if len(self._settings) >= _REMEMBERED_SETTINGS:
+            self._settings.clear()
+        (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
+        found = self._settings[key] = mx.array([layer, window, split, scale_bits], mx.int32)
+        return found
+
+    def _heads_a_block(self, group: int, head_size: int) -> int:
+        """Return how many query heads a block takes: as many as fit the registers, evenly."""
+        most = max(1, self._language.lane_numbers // (head_size // _LANES_A_KEY))
+        return -(-group // -(-group // most))
+
+
+def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
+    return [
+        ("T", shape.dtype),
+        ("D", shape.head_size),
+        ("KV_HEADS", shape.kv_head_count),
+        ("PAGE", shape.page_token_count),
+        ("LAYERS", shape.layer_count),
+    ]
+
+
+def _query_constants(
+    shape: PoolShape, dtype: mx.Dtype, group: int, heads: int
+) -> list[tuple[str, int | mx.Dtype]]:
+    lane_numbers = shape.head_size // _LANES_A_KEY
+    # The largest power of two that divides them.
+    vector = min(lane_numbers & -lane_numbers, _VECTOR_BYTES // shape.dtype.size)
+    rounds = min(max(64 // (lane_numbers * shape.dtype.size), 1), 4)
+    return [
+        ("Q", dtype),
+        ("GROUP", group),
+        ("HEADS", heads),
+        ("LANES", _LANES_A_KEY),
+        ("VECTOR", vector),
+        ("ROUNDS", rounds),
+    ]
