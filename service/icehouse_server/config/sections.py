@@ -176,10 +176,10 @@ class EngineConfig:
     attention: str = setting(
         "auto",
         Kind.CHOICE,
-        "How sequences attend: all together to KV in pages of one pool (pages), each on its own KV (rows), or "
-        "those of like length on one buffer, which takes up to half as much memory again (slab). auto takes "
-        "pages on a GPU whose kernels prove right at the start; else it measures rows and slab and keeps the "
-        "faster.",
+        "How sequences attend: all together to KV in pages of one pool (pages), each on its own KV (rows), "
+        "or those of like length on one buffer, which takes up to half as much memory again (slab). auto "
+        "takes pages on a GPU whose kernels prove right at the start; else it measures rows and slab and "
+        "keeps the faster.",
         choices=("auto", "pages", "rows", "slab"),
     )
     wired_memory: bool = setting(

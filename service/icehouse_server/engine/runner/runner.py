@@ -375,7 +375,7 @@ class ModelRunner:
         if wanted is not Attention.PAGES and not (wanted is Attention.AUTO and self._settings.is_pipelined):
             return
         backends = [backend_for(each.shape) for each in facts]
-        if not backends or None in backends:
+        if not backends:
             _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
             return
         limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory()) // len(facts)
@@ -393,7 +393,6 @@ class ModelRunner:
                     each.window,
                 )
                 for each, backend in zip(facts, backends, strict=True)
-                if backend is not None
             )
         )
         self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)
