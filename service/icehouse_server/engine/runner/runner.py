@@ -385,7 +385,7 @@ class ModelRunner:
                     PagePool(
                         each.shape,
                         passes=self._pass_clock,
-                        first_bytes=int(_FIRST_POOL_SHARE * limit_bytes),
+                        first_bytes=int(_FIRST_POOL_SHARE * limit_bytes) if self._settings.is_pipelined else 0,
                         limit_bytes=int(_POOL_SHARE * limit_bytes),
                     ),
                     backend,
