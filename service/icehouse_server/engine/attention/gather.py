@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
+from icehouse_server.engine.attention.padding import no_padding, padding_of
+from icehouse_server.engine.attention.port import Ints, PagedAttention, Pool, TokenPlaces
 
 
 class GatherAttention:
@@ -42,6 +43,7 @@ class GatherAttention:
         for start, stop in runs_of_rows(places.rows[: queries.shape[0]]):
             outputs.append(
                 attend_row(
+                    self,
                     pool,
                     queries[start:stop],
                     places,
@@ -53,6 +55,11 @@ class GatherAttention:
                 )
             )
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+
+    def gather_row(
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+    ) -> tuple[mx.array, mx.array]:
+        return gather_row(pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count)
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self.fill_pages(pool, self.read_pages(pool, sources), targets)
@@ -66,6 +73,7 @@ class GatherAttention:
 
 
 def attend_row(
+    attention: PagedAttention,
     pool: Pool,
     queries: mx.array,
     places: TokenPlaces,
@@ -76,23 +84,30 @@ def attend_row(
     window: int | None = None,
     sinks: mx.array | None = None,
     mask: Any = None,
+    is_padded: bool = False,
 ) -> mx.array:
     """Return [tokens, heads, 1, head size] of consecutive tokens of one row, the first of them at `first`.
 
-    `mask`: an array, [tokens, keys] or what broadcasts to it, in the place of the causal rule.
+    `mask`: an array, [tokens, keys] or what broadcasts to it, in the place of the causal rule. `is_padded`:
+    use one of a few shapes, where the rule is causal.
     """
-    count = queries.shape[0]
-    begin = int(places.positions[first])
-    numbers = row_pages(places, int(places.rows[first]))
-    end = begin + count
+    count, begin, row = queries.shape[0], int(places.positions[first]), int(places.rows[first])
     size = pool.shape.page_token_count
     low = 0 if window is None or mask is not None else max(0, begin + 1 - window) // size * size
-    keys, values = gathered(pool, numbers[low // size : -(-end // size)], layer=layer, token_count=end - low)
-    if mask is None:
-        mask = _rule(begin - low, count, window)
-    found = mx.fast.scaled_dot_product_attention(
-        queries.swapaxes(0, 2), keys, values, scale=scale, mask=mask, sinks=sinks
+    is_causal = mask is None and window is None
+    padded = (padding_of if is_padded and is_causal else no_padding)(begin - low, count)
+    keys, values = attention.gather_row(
+        pool, places, row=row, layer=layer, first_token=low, key_count=padded.key_count
     )
+    asking = queries.swapaxes(0, 2)
+    if padded.query_count > count:
+        behind = padded.query_count - padded.front_count - count
+        asking = mx.pad(asking, [(0, 0), (0, 0), (padded.front_count, behind), (0, 0)])
+    if mask is None:
+        mask = _rule(begin - low, padded.query_count, window)
+    found = mx.fast.scaled_dot_product_attention(asking, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if padded.query_count > count:
+        found = found[:, :, padded.front_count : padded.front_count + count]
     return found.swapaxes(0, 2)
 
 
@@ -101,6 +116,18 @@ def row_pages(places: TokenPlaces, row: int) -> Ints:
     starts = places.page_starts
     stop = starts[row + 1] if row + 1 < len(starts) else len(places.pages)
     return places.pages[starts[row] : stop]
+
+
+def gather_row(
+    pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+) -> tuple[mx.array, mx.array]:
+    """Do what `PagedAttention.gather_row` says, in plain MLX."""
+    size = pool.shape.page_token_count
+    pages = row_pages(places, row)[first_token // size :]
+    missing = -(-key_count // size) - len(pages)
+    if missing > 0:
+        pages = np.pad(pages, (0, missing), mode="edge")
+    return gathered(pool, pages[: -(-key_count // size)], layer=layer, token_count=key_count)
 
 
 def gathered(pool: Pool, pages: Ints, *, layer: int, token_count: int) -> tuple[mx.array, mx.array]:

@@ -39,9 +39,7 @@ class PoolShape:
 class Pool(Protocol):
     """The array that a backend reads and writes."""
 
-    @property
-    def shape(self) -> PoolShape: ...
-
+    shape: PoolShape
     array: mx.array
     """[pages, layers, 2, KV heads, page tokens, head size], contiguous."""
     order: mx.array
@@ -50,10 +48,7 @@ class Pool(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where the tokens of one pass lie: made once a pass and group, used by each of its layers.
-
-    Each array is here for the host and for the device.
-    """
+    """Where the tokens of one pass lie: made once a pass and group, used by each of its layers."""
 
     pages: Ints
     """[pages of all rows]: page numbers, one row's behind the other's, each in the order of its tokens. A
@@ -65,10 +60,6 @@ class TokenPlaces:
     positions: Ints
     """[tokens]: each token's position in its row; its key and value are written there. A token sees its row's
     tokens from the first visible one up to itself."""
-    device_pages: mx.array
-    device_page_starts: mx.array
-    device_rows: mx.array
-    device_positions: mx.array
 
     @property
     def token_count(self) -> int:
@@ -100,6 +91,13 @@ class PagedAttention(Protocol):
         alone: `queries` then has fewer of them than `places`. Made for few tokens of each row (decoding,
         guesses, short chunks).
         """
+        ...
+
+    def gather_row(
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return copies of keys and values of one row's tokens from `first_token` on, which begins a page:
+        [1, KV heads, `key_count`, head size] each. Where the row has fewer, the rest is of its last page."""
         ...
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:

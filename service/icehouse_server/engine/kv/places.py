@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from icehouse_server.engine.attention.port import Ints, TokenPlaces
@@ -27,8 +26,7 @@ def places_of(runs: Sequence[PageRun], begins: Sequence[int], counts: Sequence[i
     else:
         spans = [np.arange(b, b + count, dtype=np.int32) for b, count in zip(begins, counts, strict=True)]
         positions = np.concatenate(spans)
-    host = (pages, starts, rows, positions)
-    return TokenPlaces(*host, *map(mx.array, host))
+    return TokenPlaces(pages, starts, rows, positions)
 
 
 def places_of_one(run: PageRun, *, start: int, stop: int) -> TokenPlaces:

@@ -50,7 +50,12 @@ class PagePool:
     leaves room for and beyond only page by page: who may begin is the memory guard's to say."""
 
     def __init__(
-        self, shape: PoolShape, *, passes: Passes, first_bytes: int = 0, limit_bytes: int = 0
+        self,
+        shape: PoolShape,
+        *,
+        passes: Passes,
+        first_bytes: int = 0,
+        limit_bytes: int = 0,
     ) -> None:
         """`first_bytes`: what it begins with. `limit_bytes` 0: not known."""
         self.shape = shape

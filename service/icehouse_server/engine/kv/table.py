@@ -23,6 +23,8 @@ class PageGroup:
     """By a cache's place among a row's caches: the layer's number in the pool."""
     window: int | None = None
     """How many tokens each one sees, with itself; None where it sees all before it."""
+    has_costly_shapes: bool = False
+    """Whether the first attention of each shape waits for a plan, so that there should be few."""
 
 
 class PageRun:

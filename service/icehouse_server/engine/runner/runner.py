@@ -16,7 +16,7 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.choice import backend_for
+from icehouse_server.engine.attention.choice import backend_for, shapes_are_costly
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
@@ -379,18 +379,21 @@ class ModelRunner:
             _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
             return
         limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory()) // len(facts)
+        # Kernels write into a pool where it is; plain MLX may copy it.
+        first_share = _FIRST_POOL_SHARE if self._settings.is_pipelined else 0
         self._paging = Paging(
             tuple(
                 PageGroup(
                     PagePool(
                         each.shape,
                         passes=self._pass_clock,
-                        first_bytes=int(_FIRST_POOL_SHARE * limit_bytes) if self._settings.is_pipelined else 0,
+                        first_bytes=int(first_share * limit_bytes),
                         limit_bytes=int(_POOL_SHARE * limit_bytes),
                     ),
                     backend,
                     each.layers,
                     each.window,
+                    shapes_are_costly(each.shape),
                 )
                 for each, backend in zip(facts, backends, strict=True)
             )

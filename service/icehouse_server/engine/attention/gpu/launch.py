@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from icehouse_server.engine.attention.gather import gather_row
 from icehouse_server.engine.attention.gpu import body
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
@@ -180,6 +181,11 @@ class GpuAttention:
             output_shapes=[queries.shape],
             output_dtypes=[queries.dtype],
         )[0]
+
+    def gather_row(
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+    ) -> tuple[mx.array, mx.array]:
+        return gather_row(pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count)
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._move_pages(pool, self._start_of(pool), sources, targets)

@@ -69,6 +69,7 @@ def attend_pages(
         mask: Any = masks[number] if masks is not None else None
         outputs.append(
             attend_row(
+                attention,
                 pool,
                 queries[start : start + spans.counts[number]],
                 places,
@@ -78,6 +79,7 @@ def attend_pages(
                 window=window,
                 sinks=sinks,
                 mask=mask if isinstance(mask, mx.array) else None,
+                is_padded=paged.group.has_costly_shapes,
             )
         )
     return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
