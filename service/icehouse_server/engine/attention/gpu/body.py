@@ -1,15 +1,16 @@
 """Kernel bodies of attention over pages: one text for CUDA, Metal and the tests' C++ (see `headers`).
 
 Constants of a model: T, the pool's type; Q, that of queries and of the result; D, head size; KV_HEADS;
-GROUP, query heads a KV head; PAGE, tokens a page; LAYERS; HEADS, query heads that a block takes at once;
-LANES, lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one.
-All else is known when a kernel runs, so that nothing is compiled again:
+GROUP, query heads a KV head; PAGE, tokens a page; HEADS, query heads that a block takes at once; LANES,
+lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one. All
+else is known when a kernel runs, so that nothing is compiled again:
 
-- `pool`: [pages, LAYERS, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
+- `pool`: [pages, layers, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
   beginning (see `launch`); places within are counted in 64 bits;
 - `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
   the page numbers;
-- `settings`: four ints: the layer, the window (0: none), keys a split, and the bits of the scale;
+- `settings`: five ints: layers of the pool, the layer, the window (0: none), keys a split, and the bits of the
+  scale;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
 Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
@@ -29,10 +30,10 @@ WRITE = r"""
   // A block a token: its keys and values of all heads.
   constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
   struct alignas(16) Vector { T numbers[N]; };
-  const int token = GROUP_X, layer = settings[0];
+  const int token = GROUP_X, layer_count = settings[0], layer = settings[1];
   const int start = places[2 * token], position = places[2 * token + 1];
   const size_t page = (size_t)places[start + position / PAGE];
-  const size_t slot = (page * LAYERS + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
+  const size_t slot = (page * layer_count + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
   DEVICE Vector* to = (DEVICE Vector*)pool + slot * HEAD_VECTORS;
   const DEVICE Vector* new_keys = (const DEVICE Vector*)keys + (size_t)token * KV_HEADS * HEAD_VECTORS;
   const DEVICE Vector* new_values = (const DEVICE Vector*)values + (size_t)token * KV_HEADS * HEAD_VECTORS;
@@ -46,13 +47,14 @@ WRITE = r"""
 
 MOVE_PAGES = r"""
   // Whole pages from `content` to the pool: `moves` has two ints for each, its number there and here.
-  constexpr int N = 16 / sizeof(T), VECTORS = LAYERS * 2 * KV_HEADS * PAGE * (D / N);
+  constexpr int N = 16 / sizeof(T);
+  const int vector_count = settings[0] * 2 * KV_HEADS * PAGE * (D / N);
   struct alignas(16) Vector { T numbers[N]; };
-  const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * VECTORS;
-  DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * VECTORS;
-  for (int j = 0; j < PAGE_VECTORS; j++) {
+  const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * vector_count;
+  DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * vector_count;
+  for (int j = 0; j < PAGE_vector_count; j++) {
     const int i = (GROUP_X * PAGE_VECTORS + j) * THREADS + THREAD;
-    if (i < VECTORS) to[i] = from[i];
+    if (i < vector_count) to[i] = from[i];
   }
   if (GROUP_X == 0 && GROUP_Y == 0 && THREAD == 0) new_order[0] = 0;
 """.replace("PAGE_VECTORS", str(PAGE_VECTORS))
@@ -68,8 +70,8 @@ _ATTEND = r"""
   const int skipped = GROUP_Y % BLOCKS * HEADS, first_head = kv_head * GROUP + skipped;
   const int head_count = GROUP - skipped < HEADS ? GROUP - skipped : HEADS;
   const int warp = THREAD / 32, part = THREAD % 32 / LANES, lane = THREAD % LANES;
-  const int layer = settings[0], window = settings[1], split_size = settings[2];
-  const float scale = AS_FLOAT(settings[3]) * 1.44269504f;
+  const int layer_count = settings[0], layer = settings[1], window = settings[2], split_size = settings[3];
+  const float scale = AS_FLOAT(settings[4]) * 1.44269504f;
   const int start = places[2 * token], position = places[2 * token + 1];
   const int begin = (window > 0 && position >= window ? position + 1 - window : 0) + split * split_size;
   const int end = position + 1 - begin > split_size ? begin + split_size : position + 1;
@@ -90,7 +92,7 @@ _ATTEND = r"""
     UNROLL for (int r = 0; r < ROUNDS; r++) {
       const int wanted = round + r * ROUND + part, key = wanted < end ? wanted : begin;
       const size_t page = (size_t)places[start + key / PAGE];
-      const size_t slot = ((page * LAYERS + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
+      const size_t slot = ((page * layer_count + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
       const DEVICE Vector* from = (const DEVICE Vector*)(pool + slot * D);
       UNROLL for (int v = 0; v < VECTORS; v++) {
         keys[r][v] = from[v * LANES + lane];

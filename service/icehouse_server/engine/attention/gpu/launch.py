@@ -83,7 +83,7 @@ class GpuAttention:
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
         self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)
-        self._settings: dict[tuple[int, int, int, float], mx.array] = {}
+        self._settings: dict[tuple[int, int, int, int, float], mx.array] = {}
         self._pool_array: mx.array | None = None
         self._pool_start: mx.array | None = None
 
@@ -97,7 +97,7 @@ class GpuAttention:
             )
 
         self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
-        self._move = kernel("move_pages", "content pool moves order", "new_order", body.MOVE_PAGES)
+        self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
         attend_inputs = "queries pool places settings order"
         self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
         self._attend_whole, self._merge = {}, {}
@@ -117,7 +117,7 @@ class GpuAttention:
                 values.astype(shape.dtype),
                 self._start_of(pool),
                 self._on_device(places).array,
-                self._settings_array(layer),
+                self._settings_array(pool, layer),
                 pool.order,
             ],
             template=_pool_constants(shape),
@@ -151,7 +151,7 @@ class GpuAttention:
             queries,
             self._start_of(pool),
             on_device.array,
-            self._settings_array(layer, window or 0, splits.size, scale),
+            self._settings_array(pool, layer, window or 0, splits.size, scale),
             pool.order,
         ]
         launch: dict[str, Any] = {
@@ -197,7 +197,7 @@ class GpuAttention:
         moves[0 : 2 * len(targets) : 2], moves[1 : 2 * len(targets) : 2] = sources, targets
         block_bytes = body.PAGE_THREADS * body.PAGE_VECTORS * _VECTOR_BYTES
         (pool.order,) = self._move(
-            inputs=[content, self._start_of(pool), mx.array(moves), pool.order],
+            inputs=[content, self._start_of(pool), mx.array(moves), self._settings_array(pool), pool.order],
             template=_pool_constants(pool.shape),
             grid=(-(-pool.shape.page_bytes // block_bytes) * body.PAGE_THREADS, len(targets), 1),
             threadgroup=(body.PAGE_THREADS, 1, 1),
@@ -237,14 +237,16 @@ class GpuAttention:
         found = on_device.splits[key] = _Splits(size, -(-int(visible_counts.max()) // size))
         return found
 
-    def _settings_array(self, layer: int, window: int = 0, split: int = 0, scale: float = 0.0) -> mx.array:
-        key = (layer, window, split, scale)
+    def _settings_array(
+        self, pool: Pool, layer: int = 0, window: int = 0, split: int = 0, scale: float = 0.0
+    ) -> mx.array:
+        key = (pool.shape.layer_count, layer, window, split, scale)
         if (known := self._settings.get(key)) is not None:
             return known
         if len(self._settings) >= _REMEMBERED_SETTINGS:
             self._settings.clear()
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
-        found = self._settings[key] = mx.array([layer, window, split, scale_bits], mx.int32)
+        found = self._settings[key] = mx.array([*key[:-1], scale_bits], mx.int32)
         return found
 
     def _heads_a_block(self, group: int, head_size: int) -> int:
@@ -259,7 +261,6 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
         ("D", shape.head_size),
         ("KV_HEADS", shape.kv_head_count),
         ("PAGE", shape.page_token_count),
-        ("LAYERS", shape.layer_count),
     ]
 
 
