@@ -9,8 +9,7 @@ else is known when a kernel runs, so that nothing is compiled again:
   beginning (see `launch`); places within are counted in 64 bits;
 - `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
   the page numbers;
-- `settings`: five ints: layers of the pool, the layer, the window (0: none), keys a split, and the bits of the
-  scale;
+- `settings`: five ints: the pool's layers, the layer, the window (0: none), keys a split, the scale's bits;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
 Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
@@ -52,7 +51,7 @@ MOVE_PAGES = r"""
   struct alignas(16) Vector { T numbers[N]; };
   const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * vector_count;
   DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * vector_count;
-  for (int j = 0; j < PAGE_vector_count; j++) {
+  for (int j = 0; j < PAGE_VECTORS; j++) {
     const int i = (GROUP_X * PAGE_VECTORS + j) * THREADS + THREAD;
     if (i < vector_count) to[i] = from[i];
   }
