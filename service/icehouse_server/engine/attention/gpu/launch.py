@@ -37,6 +37,7 @@ _REMEMBERED_SETTINGS = 4096
 
 MakeKernel = Callable[..., Any]
 """mx.fast.cuda_kernel, mx.fast.metal_kernel, or what the tests have in their stead."""
+_Kernel = Callable[..., list[mx.array]]
 
 
 def find_gpu_attention() -> GpuAttention | None:
@@ -87,20 +88,22 @@ class GpuAttention:
         self._pool_array: mx.array | None = None
         self._pool_start: mx.array | None = None
 
-        def kernel(name: str, inputs: str, outputs: str, source: str) -> Any:
-            return make_kernel(
+        def kernel(name: str, inputs: str, outputs: str, source: str) -> _Kernel:
+            made: _Kernel = make_kernel(
                 name=f"icehouse_{name}",
                 input_names=inputs.split(),
                 output_names=outputs.split(),
                 source=language.body_start + source,
                 header=language.header,
             )
+            return made
 
         self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
         self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
         attend_inputs = "queries pool places settings order"
         self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
-        self._attend_whole, self._merge = {}, {}
+        self._attend_whole: dict[bool, _Kernel] = {}
+        self._merge: dict[bool, _Kernel] = {}
         for has_sinks, ending, sinks in ((False, "", ""), (True, "_sinks", " sinks")):
             self._attend_whole[has_sinks] = kernel(
                 f"attend{ending}", attend_inputs + sinks, "out", body.attend_whole(has_sinks=has_sinks)
