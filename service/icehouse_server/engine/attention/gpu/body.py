@@ -9,7 +9,8 @@ else is known when a kernel runs, so that nothing is compiled again:
   beginning (see `launch`); places within are counted in 64 bits;
 - `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
   the page numbers;
-- `settings`: five ints: the pool's layers, the layer, the window (0: none), keys a split, the scale's bits;
+- `settings`: five ints: the pool's layers, the layer, the window (0: none), keys a split (to merge:
+  how many there are), the scale's bits;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
 Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
@@ -86,10 +87,12 @@ _ATTEND = r"""
       o[g][e] = 0.0f;
     }
   }
-  for (int round = begin + warp * PARTS; round < end; round += ROUND * ROUNDS) {
+  // All warps go round alike, or CUDA must ask at each exchange who takes part.
+  for (int round = begin; round < end; round += ROUND * ROUNDS) {
+    const int first_key = round + warp * PARTS + part;
     Vector keys[ROUNDS][VECTORS], values[ROUNDS][VECTORS];
     UNROLL for (int r = 0; r < ROUNDS; r++) {
-      const int wanted = round + r * ROUND + part, key = wanted < end ? wanted : begin;
+      const int wanted = first_key + r * ROUND, key = wanted < end ? wanted : begin;
       const size_t page = (size_t)places[start + key / PAGE];
       const size_t slot = ((page * layer_count + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
       const DEVICE Vector* from = (const DEVICE Vector*)(pool + slot * D);
@@ -110,7 +113,7 @@ _ATTEND = r"""
           const float other = LANE_XOR(logits[r][g], mask);
           logits[r][g] += other;
         }
-        if (round + r * ROUND + part >= end) logits[r][g] = NONE;
+        if (first_key + r * ROUND >= end) logits[r][g] = NONE;
       }
     }
     UNROLL for (int g = 0; g < HEADS; g++) {
@@ -121,7 +124,7 @@ _ATTEND = r"""
       sum[g] *= kept;
       UNROLL for (int e = 0; e < E; e++) o[g][e] *= kept;
       UNROLL for (int r = 0; r < ROUNDS; r++) {
-        logits[r][g] = round + r * ROUND + part < end ? EXP2(logits[r][g] - highest) : 0.0f;
+        logits[r][g] = first_key + r * ROUND < end ? EXP2(logits[r][g] - highest) : 0.0f;
         sum[g] += logits[r][g];
       }
     }
@@ -200,7 +203,7 @@ ATTEND_SPLIT = (
 
 _MERGE = r"""
   // A block a token and query head, D threads.
-  const int head = GROUP_X % HEADS, e = THREAD, part_count = parts_shape[2];
+  const int head = GROUP_X % HEADS, e = THREAD, part_count = settings[3];
   const size_t first = (size_t)GROUP_X * part_count;
   float highest = -1e30f, total = 0.0f, number = 0.0f;
   for (int p = 0; p < part_count; p++) {

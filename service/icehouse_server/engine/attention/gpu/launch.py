@@ -109,7 +109,7 @@ class GpuAttention:
                 f"attend{ending}", attend_inputs + sinks, "out", body.attend_whole(has_sinks=has_sinks)
             )
             self._merge[has_sinks] = kernel(
-                f"merge{ending}", "parts part_sums" + sinks, "out", body.merge(has_sinks=has_sinks)
+                f"merge{ending}", "parts part_sums settings" + sinks, "out", body.merge(has_sinks=has_sinks)
             )
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
@@ -176,7 +176,7 @@ class GpuAttention:
             **launch,
         )
         return self._merge[sinks is not None](
-            inputs=parts + extra,
+            inputs=[*parts, self._settings_array(pool, split=splits.count), *extra],
             template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
             grid=(token_count * head_count * head_size, 1, 1),
             threadgroup=(head_size, 1, 1),
