@@ -54,6 +54,28 @@ class GatherAttention:
             )
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
+    def gather_row(
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
+    ) -> tuple[mx.array, mx.array]:
+        size = pool.shape.page_token_count
+        skipped = first_token // size * size
+        end = min(first_token + key_count, int(places.positions[places.rows == row].max()) + 1)
+        pages = row_pages(places, row)[skipped // size : -(-end // size)]
+        lacking = first_token + key_count - end
+        found = []
+        for array in gathered(pool, pages, layer=layer, token_count=end - skipped):
+            own = array[:, :, first_token - skipped :]
+            last = mx.repeat(own[:, :, -1:], lacking, axis=2)
+            found.append(mx.concatenate([own, last], axis=2) if lacking else own)
+        return found[0], found[1]
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self.fill_pages(pool, self.read_pages(pool, sources), targets)
 

@@ -102,6 +102,23 @@ class PagedAttention(Protocol):
         """
         ...
 
+    def gather_row(
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
+    ) -> tuple[mx.array, mx.array]:
+        """Return keys and values, [1, KV heads, key_count, head size] each, copied behind the latest write.
+
+        They are those of the row's tokens from `first_token` on, for long chunks to attend to. Where the row
+        ends before, its last token of this pass is repeated.
+        """
+        ...
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         """Copy whole pages to other ones; no page is in both."""
         ...

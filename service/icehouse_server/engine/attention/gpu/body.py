@@ -24,7 +24,7 @@ THREADS = 128
 
 PAGE_THREADS = 256
 PAGE_VECTORS = 8
-"""Of a block that moves pages: its threads, and vectors of 16 bytes a thread."""
+"""Of a block that moves or gathers pages: its threads, and vectors of 16 bytes a thread that moves."""
 
 WRITE = r"""
   // A block a token: its keys and values of all heads.
@@ -58,6 +58,23 @@ MOVE_PAGES = r"""
   }
   if (GROUP_X == 0 && GROUP_Y == 0 && THREAD == 0) new_order[0] = 0;
 """.replace("PAGE_VECTORS", str(PAGE_VECTORS))
+
+GATHER_ROW = r"""
+  // A block a page's worth of tokens, head, and keys or values. `span`: where the row's page numbers begin in
+  // `places`, its last token, the first one wanted, and how many.
+  constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
+  struct alignas(16) Vector { T numbers[N]; };
+  const int head = GROUP_Y, layer_count = settings[0], layer = settings[1];
+  const int start = span[0], last = span[1], first = span[2], count = span[3];
+  const int before = GROUP_X * PAGE, end = count - before < PAGE ? count : before + PAGE;
+  DEVICE Vector* to = (DEVICE Vector*)(GROUP_Z == 0 ? keys : values) + (size_t)head * count * HEAD_VECTORS;
+  for (int i = before * HEAD_VECTORS + THREAD; i < end * HEAD_VECTORS; i += THREADS) {
+    const int wanted = first + i / HEAD_VECTORS, token = wanted < last ? wanted : last;
+    const size_t page = (size_t)places[start + token / PAGE];
+    const size_t run = ((page * layer_count + layer) * 2 + GROUP_Z) * KV_HEADS + head;
+    to[i] = ((const DEVICE Vector*)pool)[(run * PAGE + token % PAGE) * HEAD_VECTORS + i % HEAD_VECTORS];
+  }
+"""
 
 _ATTEND = r"""
   // A block a token, HEADS query heads of one KV head, and a split. Of its 4 warps each takes PARTS keys at

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.gpu import body
+from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
@@ -45,7 +45,7 @@ def find_gpu_attention() -> GpuAttention | None:
     if mx.default_device().type != mx.DeviceType.gpu:
         return None
     if mx.cuda.is_available():
-        return GpuAttention(mx.fast.cuda_kernel, CUDA)
+        return GpuAttention(nvrtc.make_kernel if nvrtc.is_available() else mx.fast.cuda_kernel, CUDA)
     return GpuAttention(mx.fast.metal_kernel, METAL)
 
 
@@ -76,6 +76,19 @@ class _OnDevice:
     array: mx.array
     splits: dict[tuple[int, int, int], _Splits] = dataclasses.field(default_factory=dict)
     """By tokens, window (0: none) and blocks a split."""
+    spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
+    """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
+
+    def span(self, row: int, first_token: int, key_count: int) -> mx.array:
+        """Return where a row's pages begin in `array`, its last token, and which are wanted."""
+        key = (row, first_token, key_count)
+        if (known := self.spans.get(key)) is not None:
+            return known
+        places = self.places
+        start = int(places.page_starts[row]) + 2 * places.token_count
+        last = int(places.positions[places.rows == row].max())
+        found = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
+        return found
 
 
 class GpuAttention:
@@ -100,6 +113,7 @@ class GpuAttention:
 
         self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
         self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
+        self._gather = kernel("gather_row", "pool places span settings order", "keys values", body.GATHER_ROW)
         attend_inputs = "queries pool places settings order"
         self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
         self._attend_whole: dict[bool, _Kernel] = {}
@@ -183,6 +197,35 @@ class GpuAttention:
             output_shapes=[queries.shape],
             output_dtypes=[queries.dtype],
         )[0]
+
+    def gather_row(
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
+    ) -> tuple[mx.array, mx.array]:
+        shape = pool.shape
+        on_device = self._on_device(places)
+        gathered_shape = (1, shape.kv_head_count, key_count, shape.head_size)
+        keys, values = self._gather(
+            inputs=[
+                self._start_of(pool),
+                on_device.array,
+                on_device.span(row, first_token, key_count),
+                self._settings_array(pool, layer),
+                pool.order,
+            ],
+            template=_pool_constants(shape),
+            grid=(-(-key_count // shape.page_token_count) * body.PAGE_THREADS, shape.kv_head_count, 2),
+            threadgroup=(body.PAGE_THREADS, 1, 1),
+            output_shapes=[gathered_shape, gathered_shape],
+            output_dtypes=[shape.dtype, shape.dtype],
+        )
+        return keys, values
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._move_pages(pool, self._start_of(pool), sources, targets)

@@ -62,7 +62,7 @@ def make_kernel(
         template: Template,
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[Sequence[int]],
+        output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         dtypes = (*(each.dtype for each in inputs), *output_dtypes)
