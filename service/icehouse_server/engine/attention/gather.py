@@ -57,9 +57,26 @@ class GatherAttention:
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
     def gather_row(
-        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
     ) -> tuple[mx.array, mx.array]:
-        return gather_row(pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count)
+        size = pool.shape.page_token_count
+        skipped = first_token // size * size
+        end = min(first_token + key_count, int(places.positions[places.rows == row].max()) + 1)
+        pages = row_pages(places, row)[skipped // size : -(-end // size)]
+        lacking = first_token + key_count - end
+        found = []
+        for array in gathered(pool, pages, layer=layer, token_count=end - skipped):
+            own = array[:, :, first_token - skipped :]
+            last = mx.repeat(own[:, :, -1:], lacking, axis=2)
+            found.append(mx.concatenate([own, last], axis=2) if lacking else own)
+        return found[0], found[1]
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self.fill_pages(pool, self.read_pages(pool, sources), targets)
@@ -116,18 +133,6 @@ def row_pages(places: TokenPlaces, row: int) -> Ints:
     starts = places.page_starts
     stop = starts[row + 1] if row + 1 < len(starts) else len(places.pages)
     return places.pages[starts[row] : stop]
-
-
-def gather_row(
-    pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
-) -> tuple[mx.array, mx.array]:
-    """Do what `PagedAttention.gather_row` says, in plain MLX."""
-    size = pool.shape.page_token_count
-    pages = row_pages(places, row)[first_token // size :]
-    missing = -(-key_count // size) - len(pages)
-    if missing > 0:
-        pages = np.pad(pages, (0, missing), mode="edge")
-    return gathered(pool, pages[: -(-key_count // size)], layer=layer, token_count=key_count)
 
 
 def gathered(pool: Pool, pages: Ints, *, layer: int, token_count: int) -> tuple[mx.array, mx.array]:

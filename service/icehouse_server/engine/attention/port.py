@@ -94,10 +94,20 @@ class PagedAttention(Protocol):
         ...
 
     def gather_row(
-        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
     ) -> tuple[mx.array, mx.array]:
-        """Return copies of keys and values of one row's tokens from `first_token` on, which begins a page:
-        [1, KV heads, `key_count`, head size] each. Where the row has fewer, the rest is of its last page."""
+        """Return keys and values, [1, KV heads, key_count, head size] each, copied behind the latest write.
+
+        They are those of the row's tokens from `first_token` on, for long chunks to attend to. Where the row
+        ends before, its last token of this pass is repeated.
+        """
         ...
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:

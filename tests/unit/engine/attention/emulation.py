@@ -164,9 +164,6 @@ class Emulation:
             for input_name, array in zip(input_names, inputs, strict=True):
                 lines.append(f"const {_TYPES[array.dtype]}* {input_name}")
                 arguments.append(_memory(array))
-                if f"{input_name}_shape" in source:
-                    lines.append(f"const int* {input_name}_shape")
-                    arguments.append(np.array(array.shape, np.int32))
             outputs = [
                 _garbage(shape, _host_type(d)) for shape, d in zip(output_shapes, output_dtypes, strict=True)
             ]

@@ -1,15 +1,16 @@
 """Kernel bodies of attention over pages: one text for CUDA, Metal and the tests' C++ (see `headers`).
 
 Constants of a model: T, the pool's type; Q, that of queries and of the result; D, head size; KV_HEADS;
-GROUP, query heads a KV head; PAGE, tokens a page; LAYERS; HEADS, query heads that a block takes at once;
-LANES, lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one.
-All else is known when a kernel runs, so that nothing is compiled again:
+GROUP, query heads a KV head; PAGE, tokens a page; HEADS, query heads that a block takes at once; LANES,
+lanes a key; VECTOR, numbers that a lane loads at once; ROUNDS, keys that it loads before it uses one. All
+else is known when a kernel runs, so that nothing is compiled again:
 
-- `pool`: [pages, LAYERS, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
+- `pool`: [pages, layers, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
   beginning (see `launch`); places within are counted in 64 bits;
 - `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
   the page numbers;
-- `settings`: four ints: the layer, the window (0: none), keys a split, and the bits of the scale;
+- `settings`: five ints: the pool's layers, the layer, the window (0: none), keys a split (to merge:
+  how many there are), the scale's bits;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
 Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
@@ -23,16 +24,16 @@ THREADS = 128
 
 PAGE_THREADS = 256
 PAGE_VECTORS = 8
-"""Of a block that moves pages: its threads, and vectors of 16 bytes a thread."""
+"""Of a block that moves or gathers pages: its threads, and vectors of 16 bytes a thread that moves."""
 
 WRITE = r"""
   // A block a token: its keys and values of all heads.
   constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
   struct alignas(16) Vector { T numbers[N]; };
-  const int token = GROUP_X, layer = settings[0];
+  const int token = GROUP_X, layer_count = settings[0], layer = settings[1];
   const int start = places[2 * token], position = places[2 * token + 1];
   const size_t page = (size_t)places[start + position / PAGE];
-  const size_t slot = (page * LAYERS + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
+  const size_t slot = (page * layer_count + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
   DEVICE Vector* to = (DEVICE Vector*)pool + slot * HEAD_VECTORS;
   const DEVICE Vector* new_keys = (const DEVICE Vector*)keys + (size_t)token * KV_HEADS * HEAD_VECTORS;
   const DEVICE Vector* new_values = (const DEVICE Vector*)values + (size_t)token * KV_HEADS * HEAD_VECTORS;
@@ -46,16 +47,34 @@ WRITE = r"""
 
 MOVE_PAGES = r"""
   // Whole pages from `content` to the pool: `moves` has two ints for each, its number there and here.
-  constexpr int N = 16 / sizeof(T), VECTORS = LAYERS * 2 * KV_HEADS * PAGE * (D / N);
+  constexpr int N = 16 / sizeof(T);
+  const int vector_count = settings[0] * 2 * KV_HEADS * PAGE * (D / N);
   struct alignas(16) Vector { T numbers[N]; };
-  const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * VECTORS;
-  DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * VECTORS;
+  const DEVICE Vector* from = (const DEVICE Vector*)content + (size_t)moves[2 * GROUP_Y] * vector_count;
+  DEVICE Vector* to = (DEVICE Vector*)pool + (size_t)moves[2 * GROUP_Y + 1] * vector_count;
   for (int j = 0; j < PAGE_VECTORS; j++) {
     const int i = (GROUP_X * PAGE_VECTORS + j) * THREADS + THREAD;
-    if (i < VECTORS) to[i] = from[i];
+    if (i < vector_count) to[i] = from[i];
   }
   if (GROUP_X == 0 && GROUP_Y == 0 && THREAD == 0) new_order[0] = 0;
 """.replace("PAGE_VECTORS", str(PAGE_VECTORS))
+
+GATHER_ROW = r"""
+  // A block a page's worth of tokens, head, and keys or values. `span`: where the row's page numbers begin in
+  // `places`, its last token, the first one wanted, and how many.
+  constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
+  struct alignas(16) Vector { T numbers[N]; };
+  const int head = GROUP_Y, layer_count = settings[0], layer = settings[1];
+  const int start = span[0], last = span[1], first = span[2], count = span[3];
+  const int before = GROUP_X * PAGE, end = count - before < PAGE ? count : before + PAGE;
+  DEVICE Vector* to = (DEVICE Vector*)(GROUP_Z == 0 ? keys : values) + (size_t)head * count * HEAD_VECTORS;
+  for (int i = before * HEAD_VECTORS + THREAD; i < end * HEAD_VECTORS; i += THREADS) {
+    const int wanted = first + i / HEAD_VECTORS, token = wanted < last ? wanted : last;
+    const size_t page = (size_t)places[start + token / PAGE];
+    const size_t run = ((page * layer_count + layer) * 2 + GROUP_Z) * KV_HEADS + head;
+    to[i] = ((const DEVICE Vector*)pool)[(run * PAGE + token % PAGE) * HEAD_VECTORS + i % HEAD_VECTORS];
+  }
+"""
 
 _ATTEND = r"""
   // A block a token, HEADS query heads of one KV head, and a split. Of its 4 warps each takes PARTS keys at
@@ -68,8 +87,8 @@ _ATTEND = r"""
   const int skipped = GROUP_Y % BLOCKS * HEADS, first_head = kv_head * GROUP + skipped;
   const int head_count = GROUP - skipped < HEADS ? GROUP - skipped : HEADS;
   const int warp = THREAD / 32, part = THREAD % 32 / LANES, lane = THREAD % LANES;
-  const int layer = settings[0], window = settings[1], split_size = settings[2];
-  const float scale = AS_FLOAT(settings[3]) * 1.44269504f;
+  const int layer_count = settings[0], layer = settings[1], window = settings[2], split_size = settings[3];
+  const float scale = AS_FLOAT(settings[4]) * 1.44269504f;
   const int start = places[2 * token], position = places[2 * token + 1];
   const int begin = (window > 0 && position >= window ? position + 1 - window : 0) + split * split_size;
   const int end = position + 1 - begin > split_size ? begin + split_size : position + 1;
@@ -85,12 +104,14 @@ _ATTEND = r"""
       o[g][e] = 0.0f;
     }
   }
-  for (int round = begin + warp * PARTS; round < end; round += ROUND * ROUNDS) {
+  // All warps go round alike, or CUDA must ask at each exchange who takes part.
+  for (int round = begin; round < end; round += ROUND * ROUNDS) {
+    const int first_key = round + warp * PARTS + part;
     Vector keys[ROUNDS][VECTORS], values[ROUNDS][VECTORS];
     UNROLL for (int r = 0; r < ROUNDS; r++) {
-      const int wanted = round + r * ROUND + part, key = wanted < end ? wanted : begin;
+      const int wanted = first_key + r * ROUND, key = wanted < end ? wanted : begin;
       const size_t page = (size_t)places[start + key / PAGE];
-      const size_t slot = ((page * LAYERS + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
+      const size_t slot = ((page * layer_count + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
       const DEVICE Vector* from = (const DEVICE Vector*)(pool + slot * D);
       UNROLL for (int v = 0; v < VECTORS; v++) {
         keys[r][v] = from[v * LANES + lane];
@@ -109,7 +130,7 @@ _ATTEND = r"""
           const float other = LANE_XOR(logits[r][g], mask);
           logits[r][g] += other;
         }
-        if (round + r * ROUND + part >= end) logits[r][g] = NONE;
+        if (first_key + r * ROUND >= end) logits[r][g] = NONE;
       }
     }
     UNROLL for (int g = 0; g < HEADS; g++) {
@@ -120,7 +141,7 @@ _ATTEND = r"""
       sum[g] *= kept;
       UNROLL for (int e = 0; e < E; e++) o[g][e] *= kept;
       UNROLL for (int r = 0; r < ROUNDS; r++) {
-        logits[r][g] = round + r * ROUND + part < end ? EXP2(logits[r][g] - highest) : 0.0f;
+        logits[r][g] = first_key + r * ROUND < end ? EXP2(logits[r][g] - highest) : 0.0f;
         sum[g] += logits[r][g];
       }
     }
@@ -199,7 +220,7 @@ ATTEND_SPLIT = (
 
 _MERGE = r"""
   // A block a token and query head, D threads.
-  const int head = GROUP_X % HEADS, e = THREAD, part_count = parts_shape[2];
+  const int head = GROUP_X % HEADS, e = THREAD, part_count = settings[3];
   const size_t first = (size_t)GROUP_X * part_count;
   float highest = -1e30f, total = 0.0f, number = 0.0f;
   for (int p = 0; p < part_count; p++) {

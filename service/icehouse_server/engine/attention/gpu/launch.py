@@ -18,8 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.gather import gather_row
-from icehouse_server.engine.attention.gpu import body
+from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
@@ -36,8 +35,9 @@ _REMEMBERED_PLACES = 4
 """Of groups whose layers take turns."""
 _REMEMBERED_SETTINGS = 4096
 
-MakeKernel = Callable[..., Callable[..., list[mx.array]]]
+MakeKernel = Callable[..., Any]
 """mx.fast.cuda_kernel, mx.fast.metal_kernel, or what the tests have in their stead."""
+_Kernel = Callable[..., list[mx.array]]
 
 
 def find_gpu_attention() -> GpuAttention | None:
@@ -45,7 +45,7 @@ def find_gpu_attention() -> GpuAttention | None:
     if mx.default_device().type != mx.DeviceType.gpu:
         return None
     if mx.cuda.is_available():
-        return GpuAttention(mx.fast.cuda_kernel, CUDA)
+        return GpuAttention(nvrtc.make_kernel if nvrtc.is_available() else mx.fast.cuda_kernel, CUDA)
     return GpuAttention(mx.fast.metal_kernel, METAL)
 
 
@@ -76,6 +76,19 @@ class _OnDevice:
     array: mx.array
     splits: dict[tuple[int, int, int], _Splits] = dataclasses.field(default_factory=dict)
     """By tokens, window (0: none) and blocks a split."""
+    spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
+    """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
+
+    def span(self, row: int, first_token: int, key_count: int) -> mx.array:
+        """Return where a row's pages begin in `array`, its last token, and which are wanted."""
+        key = (row, first_token, key_count)
+        if (known := self.spans.get(key)) is not None:
+            return known
+        places = self.places
+        start = int(places.page_starts[row]) + 2 * places.token_count
+        last = int(places.positions[places.rows == row].max())
+        found = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
+        return found
 
 
 class GpuAttention:
@@ -84,30 +97,33 @@ class GpuAttention:
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
         self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)
-        self._settings: dict[tuple[int, int, int, float], mx.array] = {}
+        self._settings: dict[tuple[int, int, int, int, float], mx.array] = {}
         self._pool_array: mx.array | None = None
         self._pool_start: mx.array | None = None
 
-        def kernel(name: str, inputs: str, outputs: str, source: str) -> Callable[..., list[mx.array]]:
-            return make_kernel(
+        def kernel(name: str, inputs: str, outputs: str, source: str) -> _Kernel:
+            made: _Kernel = make_kernel(
                 name=f"icehouse_{name}",
                 input_names=inputs.split(),
                 output_names=outputs.split(),
                 source=language.body_start + source,
                 header=language.header,
             )
+            return made
 
         self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
-        self._move = kernel("move_pages", "content pool moves order", "new_order", body.MOVE_PAGES)
+        self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
+        self._gather = kernel("gather_row", "pool places span settings order", "keys values", body.GATHER_ROW)
         attend_inputs = "queries pool places settings order"
         self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
-        self._attend_whole, self._merge = {}, {}
+        self._attend_whole: dict[bool, _Kernel] = {}
+        self._merge: dict[bool, _Kernel] = {}
         for has_sinks, ending, sinks in ((False, "", ""), (True, "_sinks", " sinks")):
             self._attend_whole[has_sinks] = kernel(
                 f"attend{ending}", attend_inputs + sinks, "out", body.attend_whole(has_sinks=has_sinks)
             )
             self._merge[has_sinks] = kernel(
-                f"merge{ending}", "parts part_sums" + sinks, "out", body.merge(has_sinks=has_sinks)
+                f"merge{ending}", "parts part_sums settings" + sinks, "out", body.merge(has_sinks=has_sinks)
             )
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
@@ -118,7 +134,7 @@ class GpuAttention:
                 values.astype(shape.dtype),
                 self._start_of(pool),
                 self._on_device(places).array,
-                self._settings_array(layer),
+                self._settings_array(pool, layer),
                 pool.order,
             ],
             template=_pool_constants(shape),
@@ -152,7 +168,7 @@ class GpuAttention:
             queries,
             self._start_of(pool),
             on_device.array,
-            self._settings_array(layer, window or 0, splits.size, scale),
+            self._settings_array(pool, layer, window or 0, splits.size, scale),
             pool.order,
         ]
         launch: dict[str, Any] = {
@@ -174,7 +190,7 @@ class GpuAttention:
             **launch,
         )
         return self._merge[sinks is not None](
-            inputs=parts + extra,
+            inputs=[*parts, self._settings_array(pool, split=splits.count), *extra],
             template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
             grid=(token_count * head_count * head_size, 1, 1),
             threadgroup=(head_size, 1, 1),
@@ -183,9 +199,33 @@ class GpuAttention:
         )[0]
 
     def gather_row(
-        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
     ) -> tuple[mx.array, mx.array]:
-        return gather_row(pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count)
+        shape = pool.shape
+        on_device = self._on_device(places)
+        gathered_shape = (1, shape.kv_head_count, key_count, shape.head_size)
+        keys, values = self._gather(
+            inputs=[
+                self._start_of(pool),
+                on_device.array,
+                on_device.span(row, first_token, key_count),
+                self._settings_array(pool, layer),
+                pool.order,
+            ],
+            template=_pool_constants(shape),
+            grid=(-(-key_count // shape.page_token_count) * body.PAGE_THREADS, shape.kv_head_count, 2),
+            threadgroup=(body.PAGE_THREADS, 1, 1),
+            output_shapes=[gathered_shape, gathered_shape],
+            output_dtypes=[shape.dtype, shape.dtype],
+        )
+        return keys, values
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._move_pages(pool, self._start_of(pool), sources, targets)
@@ -203,7 +243,7 @@ class GpuAttention:
         moves[0 : 2 * len(targets) : 2], moves[1 : 2 * len(targets) : 2] = sources, targets
         block_bytes = body.PAGE_THREADS * body.PAGE_VECTORS * _VECTOR_BYTES
         (pool.order,) = self._move(
-            inputs=[content, self._start_of(pool), mx.array(moves), pool.order],
+            inputs=[content, self._start_of(pool), mx.array(moves), self._settings_array(pool), pool.order],
             template=_pool_constants(pool.shape),
             grid=(-(-pool.shape.page_bytes // block_bytes) * body.PAGE_THREADS, len(targets), 1),
             threadgroup=(body.PAGE_THREADS, 1, 1),
@@ -243,14 +283,16 @@ class GpuAttention:
         found = on_device.splits[key] = _Splits(size, -(-int(visible_counts.max()) // size))
         return found
 
-    def _settings_array(self, layer: int, window: int = 0, split: int = 0, scale: float = 0.0) -> mx.array:
-        key = (layer, window, split, scale)
+    def _settings_array(
+        self, pool: Pool, layer: int = 0, window: int = 0, split: int = 0, scale: float = 0.0
+    ) -> mx.array:
+        key = (pool.shape.layer_count, layer, window, split, scale)
         if (known := self._settings.get(key)) is not None:
             return known
         if len(self._settings) >= _REMEMBERED_SETTINGS:
             self._settings.clear()
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
-        found = self._settings[key] = mx.array([layer, window, split, scale_bits], mx.int32)
+        found = self._settings[key] = mx.array([*key[:-1], scale_bits], mx.int32)
         return found
 
     def _heads_a_block(self, group: int, head_size: int) -> int:
@@ -265,7 +307,6 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
         ("D", shape.head_size),
         ("KV_HEADS", shape.kv_head_count),
         ("PAGE", shape.page_token_count),
-        ("LAYERS", shape.layer_count),
     ]
 
 
