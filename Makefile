@@ -26,7 +26,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,9 @@ bench: $(STAMP) ## What callers wait for, server against the engine in process: 
 
 bench-step: $(STAMP) ## Where one step's time goes at 16 rows: planning, graph building, device, publishing.
 	@$(BIN)/python -m bench.step_profile $(ARGS)
+
+bench-gpu: $(STAMP) ## On a GPU, a model of a real shape made on the spot, against mlx-lm's engine: the table of targets (ARGS="--shape tiny --scale 0.05" tries it on a CPU).
+	@$(BIN)/python -m bench.gpu $(ARGS)
 
 bench-lone: $(STAMP) ## Cold time to first token of a lone prompt, after a tiny first request, against the engine.
 	@$(BIN)/python -m bench.lone $(ARGS)
