@@ -94,8 +94,8 @@ def _run(
 def _margin(logprobs: Any) -> float:
     import mlx.core as mx
 
-    second, first = mx.sort(logprobs.reshape(-1))[-2:].tolist()
-    return first - second
+    two = mx.sort(logprobs.reshape(-1))[-2:]
+    return float((two[1] - two[0]).item())
 
 
 def _say(answers: TextIO, what: dict[str, Any]) -> None:

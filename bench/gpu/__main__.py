@@ -50,6 +50,8 @@ class Run:
     round_count: int
     end_time: float
     shows_passes: bool
+    device: str = "unknown"
+    """Its name, told by MLX in the engine's process."""
     figures: list[Figure] = dataclasses.field(default_factory=list)
 
     @property
@@ -68,19 +70,18 @@ def main() -> None:
     run = Run(arguments.rounds, began + 60 * arguments.minutes, arguments.passes)
     gc.collect()
     gc.freeze()  # no full collection between two tokens
-    device = "unknown"
     with tempfile.TemporaryDirectory(prefix="icehouse-bench-", dir=arguments.scratch) as scratch:
         setup = _setup(arguments, Path(scratch), log_file)
         cases = [case for case in arguments.cases if case != EXACT_CASE]
         try:
             if cases:
-                device = _compare(setup, cases, run, arguments)
+                _compare(setup, cases, run, arguments)
             if EXACT_CASE in arguments.cases and run.has_time:
-                run.figures += _exactness(arguments, Path(scratch), log_file)
+                _compare_replies(arguments, Path(scratch), run, log_file)
         finally:
             # A run that breaks off has measured something too.
             if run.figures:
-                _report(run, arguments, device=device, duration_s=time.monotonic() - began)
+                _report(run, arguments, duration_s=time.monotonic() - began)
 
 
 def _arguments() -> argparse.Namespace:
@@ -121,8 +122,8 @@ def _setup(arguments: argparse.Namespace, scratch: Path, log_file: Path) -> Setu
     )
 
 
-def _compare(setup: Setup, cases: Sequence[str], run: Run, arguments: argparse.Namespace) -> str:
-    """Measure all cases but that of equal replies; return the device's name."""
+def _compare(setup: Setup, cases: Sequence[str], run: Run, arguments: argparse.Namespace) -> None:
+    """Measure all cases but that of equal replies."""
     engine = EngineProcess(
         model_path=setup.model_path,
         dtype=setup.dtype,
@@ -131,6 +132,7 @@ def _compare(setup: Setup, cases: Sequence[str], run: Run, arguments: argparse.N
         ignores_end_tokens=True,
     )
     with engine:
+        run.device = engine.device
         sides = Sides(setup, engine, seed=_SEED)
         with sides.opened():
             console.print(f"{engine.device}: first start to SERVING {sides.server.boot_s:.1f} s")
@@ -143,7 +145,6 @@ def _compare(setup: Setup, cases: Sequence[str], run: Run, arguments: argparse.N
                 _measure_case(sides, case, run)
             if arguments.profile_with:
                 _profile(sides, cases[0], shlex.split(arguments.profile_with))
-    return engine.device
 
 
 def _measure_case(sides: Sides, case: str, run: Run) -> None:
@@ -193,7 +194,8 @@ def _profile(sides: Sides, case: str, command: Sequence[str]) -> None:
         profiler.wait()
 
 
-def _exactness(arguments: argparse.Namespace, scratch: Path, log_file: Path) -> list[Figure]:
+def _compare_replies(arguments: argparse.Namespace, scratch: Path, run: Run, log_file: Path) -> None:
+    """Ask cold, from RAM and from SSD for replies that must be equal."""
     shape = _EXACT_SHAPES.get(arguments.shape, _EXACT_SHAPE)
     own = argparse.Namespace(**{**vars(arguments), "shape": shape, "dtype": "float32"})
     folder = scratch / EXACT_CASE
@@ -202,10 +204,10 @@ def _exactness(arguments: argparse.Namespace, scratch: Path, log_file: Path) -> 
     lengths = [n for n in LENGTHS if arguments.scale >= 1.0 or n <= _EXACT_LENGTH_LIMIT]
     figures, judged = measure_exactness(setup, lengths=lengths)
     _say(*(each.line for each in judged))
-    return figures
+    run.figures += figures
 
 
-def _report(run: Run, arguments: argparse.Namespace, *, device: str, duration_s: float) -> None:
+def _report(run: Run, arguments: argparse.Namespace, *, duration_s: float) -> None:
     found = spreads(run.figures)
 
     def median(key: FigureKey) -> float:
@@ -215,12 +217,12 @@ def _report(run: Run, arguments: argparse.Namespace, *, device: str, duration_s:
     show_results(results)
     facts = setting()
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    console.print(f"{device}; {arguments.shape} {arguments.dtype}; {versions}; {duration_s:.0f} s")
+    console.print(f"{run.device}; {arguments.shape} {arguments.dtype}; {versions}; {duration_s:.0f} s")
     if arguments.scale != 1.0:
         console.print(f"lengths are {arguments.scale:g} of those the targets are of")
     content = {
         "setting": facts,
-        "device": device,
+        "device": run.device,
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "duration_s": duration_s,
         "targets": [
