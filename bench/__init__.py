@@ -2,7 +2,7 @@
 
 `throughput` (make bench): what callers wait for, server against the engine in process (`cases`).
 `gpu` (make bench-gpu): the same on a GPU, with models of real shapes.
-`step_profile` (make bench-step): where one step's time goes.
+`step` (make bench-step): the host's time of a pass; `step.profile` (make bench-profile): where a step's goes.
 `lone` (make bench-lone): cold time to first token of a lone prompt, beside the engine.
 `cache` (make bench-cache): the prefix cache cold, from RAM, and from SSD after a restart.
 `load` (make bench-load): latency of a server that is kept busy for a while.
