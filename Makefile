@@ -26,7 +26,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -94,8 +94,14 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend.
 bench: $(STAMP) ## What callers wait for, server against the engine in process: about 20 minutes (ARGS="--quick", "--cases clients").
 	@$(BIN)/python -m bench.throughput $(ARGS)
 
-bench-step: $(STAMP) ## Where one step's time goes at 16 rows: planning, graph building, device, publishing.
-	@$(BIN)/python -m bench.step_profile $(ARGS)
+bench-step: $(STAMP) ## The host's milliseconds of a pass at 1 to 64 rows against mlx-lm's engine, and its primitives.
+	@$(BIN)/python -m bench.step $(ARGS)
+
+bench-profile: $(STAMP) ## Where one step's time goes at 16 rows: planning, graph building, device, publishing.
+	@$(BIN)/python -m bench.step.profile $(ARGS)
+
+bench-gpu: $(STAMP) ## On a GPU, a model of a real shape made on the spot, against mlx-lm's engine: the table of targets (ARGS="--shape tiny --scale 0.05" tries it on a CPU).
+	@$(BIN)/python -m bench.gpu $(ARGS)
 
 bench-lone: $(STAMP) ## Cold time to first token of a lone prompt, after a tiny first request, against the engine.
 	@$(BIN)/python -m bench.lone $(ARGS)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,12 +38,19 @@ class EngineProcess:
         dtype: str,
         log_file: Path,
         sizes: EngineSizes = EngineSizes(),
+        ignores_end_tokens: bool = False,
+        environment: Mapping[str, str] | None = None,
         answer_timeout_s: float = 600.0,
     ) -> None:
         self._command = [sys.executable, "-m", "bench.engine_worker"]
         self._command += ["--model", str(model_path), "--dtype", dtype]
         for name, size in dataclasses.asdict(sizes).items():
             self._command += [f"--{name.replace('_', '-')}", str(size)]
+        if ignores_end_tokens:
+            self._command.append("--ignore-end-tokens")
+        self._environment = child_environment(environment)
+        self.device = ""
+        """Its name, told by MLX."""
         self._log_file = log_file
         self._answer_timeout_s = answer_timeout_s
         self._process: subprocess.Popen[str] | None = None
@@ -53,13 +60,13 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 self._command,
                 cwd=ROOT,
-                env=child_environment(),
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
-        self._hear()
+        self.device = self._hear()["device"]
         return self
 
     def __exit__(
@@ -75,14 +82,24 @@ class EngineProcess:
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_output_tokens: int) -> list[Reply]:
         """Run the prompts as one batch, greedily, and return when each token was there."""
-        assert self._process is not None and self._process.stdin is not None
         order = {"prompts": [list(prompt) for prompt in prompts], "max_output_tokens": max_output_tokens}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
         return [
             Reply(reply["start_time_s"], tuple(reply["token_times_s"]), tuple(reply["token_ids"]))
-            for reply in self._hear()["replies"]
+            for reply in self._carry_out(order)
         ]
+
+    def alone(self, prompt: Sequence[int], *, max_output_tokens: int) -> list[tuple[int, float]]:
+        """Run one prompt by itself and return its tokens, each with its lead over the next likely one."""
+        order = {"prompts": [list(prompt)], "max_output_tokens": max_output_tokens, "margins": True}
+        (reply,) = self._carry_out(order)
+        return list(zip(reply["token_ids"], reply["margins"], strict=True))
+
+    def _carry_out(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        replies: list[dict[str, Any]] = self._hear()["replies"]
+        return replies
 
     def _hear(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None

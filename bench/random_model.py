@@ -45,6 +45,17 @@ SMALL_SHAPE: dict[str, Any] = {
 WINDOWS_SHAPE: dict[str, Any] = {**SMALL_SHAPE, "sliding_window": 512, "sliding_window_pattern": 6}
 """As small, but one layer of six has unlimited context: two x86 cores take 30,000 tokens in minutes."""
 
+DEEP_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 36,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+"""As many layers as a model of four billion weights has and little to compute: a pass is the host's work."""
+
 
 class RandomModel(enum.Enum):
     """Which one is made."""
@@ -53,6 +64,7 @@ class RandomModel(enum.Enum):
     THIN = "thin"
     SMALL = "small"
     WINDOWS = "windows"
+    DEEP = "deep"
 
 
 _MADE_OF = {
@@ -60,6 +72,7 @@ _MADE_OF = {
     RandomModel.THIN: ("llama", THIN_SHAPE),
     RandomModel.SMALL: ("llama", SMALL_SHAPE),
     RandomModel.WINDOWS: ("gemma3_text", WINDOWS_SHAPE),
+    RandomModel.DEEP: ("qwen3", DEEP_SHAPE),
 }
 """Architecture and sizes."""
 KV_BYTES_PER_TOKEN = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 """The project's folder: children run here, so that they import what the parent imports."""
 
-_POLL_S = 0.2
+_CONNECT_POLL_S = 0.005
 
 
 class ServerProcess:
@@ -42,13 +42,16 @@ class ServerProcess:
         command: Sequence[str] = (),
         module: str = "icehouse_server.cli.main",
         port: int | None = None,
+        environment: Mapping[str, str] | None = None,
         boot_timeout_s: float = 180.0,
         stop_timeout_s: float = 90.0,
     ) -> None:
         self._arguments = ["--model", model, "--cache-directory", str(cache_directory), *flags]
         self._command = list(command) or [sys.executable, "-m", module]
         self._folder = cache_directory.parent if command else ROOT
-        self._environment = dict(os.environ) if command else child_environment()
+        self._environment = (
+            {**os.environ, **(environment or {})} if command else child_environment(environment)
+        )
         self._log_file = log_file
         self._port = port
         self._boot_timeout_s = boot_timeout_s
@@ -82,7 +85,9 @@ class ServerProcess:
                 process_group=0,
             )
         try:
-            self._wait_until_serving(began + self._boot_timeout_s)
+            wait_until_serving(
+                self._process, port, deadline=began + self._boot_timeout_s, log_file=self._log_file
+            )
         except BaseException:
             self.kill()
             raise
@@ -108,25 +113,35 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
-    def _wait_until_serving(self, deadline: float) -> None:
-        assert self._process is not None
-        with grpc.insecure_channel(self.address) as channel:
-            health: Any = health_pb2_grpc.HealthStub(channel)
-            while True:
-                if self._process.poll() is not None:
-                    raise RuntimeError(
-                        f"the server ended with {self._process.returncode}; see {self._log_file}"
-                    )
-                try:
-                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                except grpc.RpcError as error:
-                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                        raise
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"the server was not ready in time; see {self._log_file}")
-                time.sleep(_POLL_S)
+
+def wait_until_serving(
+    process: subprocess.Popen[bytes], port: int, *, deadline: float, log_file: Path
+) -> None:
+    """Wait until the health service says SERVING; raise RuntimeError when the server ends or is late."""
+    # A channel would wait a second after its first failure, and its threads take from the server's cores.
+    while not _is_bound(port):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}; see {log_file}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing listened at port {port} in time; see {log_file}")
+        time.sleep(_CONNECT_POLL_S)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        left_s = max(1.0, deadline - time.monotonic())
+        try:
+            for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=left_s, wait_for_ready=True):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError as error:
+            raise RuntimeError(
+                f"the server did not come to serve: {error.code().name}; see {log_file}"
+            ) from error
+    raise RuntimeError(f"the health service ended its stream before it said SERVING; see {log_file}")
+
+
+def _is_bound(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_port() -> int:

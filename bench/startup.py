@@ -11,7 +11,6 @@ import argparse
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.report import (
     OUT,
@@ -34,14 +30,13 @@ from bench.report import (
     spread_of,
     write_json,
 )
-from bench.server_process import child_environment, free_port
+from bench.server_process import child_environment, free_port, wait_until_serving
 from tests.fixtures.models.folder import tiny_model_dir
 
 TARGET = 0.6
 """Of the baseline's time, at most."""
 _BOOT_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 60.0
-_CONNECT_POLL_S = 0.005
 _OWN, _BASELINE = "this tree", "baseline"
 
 
@@ -93,37 +88,12 @@ def _boot(command: Sequence[str], *, port: int, folder: Path, environment: Mappi
         began = time.monotonic()
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         try:
-            _wait_until_bound(process, port, deadline=began + _BOOT_TIMEOUT_S)
-            _wait_until_serving(port)
+            deadline = began + _BOOT_TIMEOUT_S
+            wait_until_serving(process, port, deadline=deadline, log_file=OUT / "startup.log")
             return time.monotonic() - began
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(_STOP_TIMEOUT_S)
-
-
-def _wait_until_bound(process: subprocess.Popen[bytes], port: int, *, deadline: float) -> None:
-    # A channel would wait a second after its first failure, and its threads take from the server's cores.
-    while True:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}; see {OUT / 'startup.log'}")
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"nothing listened at port {port} in {_BOOT_TIMEOUT_S} s; see {OUT / 'startup.log'}"
-            )
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(_CONNECT_POLL_S)
-
-
-def _wait_until_serving(port: int) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        health: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest()
-        for answer in health.Watch(request, timeout=_BOOT_TIMEOUT_S, wait_for_ready=True):
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-    raise RuntimeError("the health service ended its stream before it said SERVING")
 
 
 def _report(times: Mapping[str, Sequence[float]]) -> bool:

@@ -119,12 +119,12 @@ class TargetResult:
         )
 
 
-def judge(figures: Iterable[Figure]) -> list[TargetResult]:
+def judge(figures: Iterable[Figure], targets: Sequence[Target] = TARGETS) -> list[TargetResult]:
     """Return every target that these figures speak to, in the table's order."""
     found: Mapping[FigureKey, Spread] = spreads(figures)
     return [
         TargetResult(target, key, spread)
-        for target in TARGETS
+        for target in targets
         for key, spread in found.items()
         if target.matches(key) and spread.count
     ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bench import step_profile, throughput
+from bench import throughput
 from bench.cases import beside, closed_loop, figure, kv_bits, memory, target, together
 from bench.cases.figure import Figure, FigureKey, Side, Unit
 from bench.cases.sizes import FULL, QUICK
 from bench.cases.target import Grade
 from bench.prompts import FreshPrompts
 from bench.replies import Reply, gaps_inside, gaps_overlapping, measure
+from bench.step import profile as step_profile
 
 
 def reply(*token_times_s: float, start_time_s: float = 0.0, ids: tuple[int, ...] | None = None) -> Reply:
@@ -177,7 +178,7 @@ def test_a_profile_goes_to_the_phases_of_the_code_and_builtins_to_their_callers(
         ("/x/icehouse_server/engine/kv_cache/batching.py", step_profile.GRAPH),
         ("/y/site-packages/mlx/nn/layers/linear.py", step_profile.GRAPH),
         ("/y/site-packages/mlx_lm/models/llama.py", step_profile.GRAPH),
-        ("/x/bench/step_profile.py", step_profile.DEVICE),
+        ("/x/bench/step/profile.py", step_profile.DEVICE),
         ("/y/lib/python3.11/random.py", step_profile.OTHER),
     ],
 )

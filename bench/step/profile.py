@@ -1,4 +1,4 @@
-"""`make bench-step`: where one step's time goes at so many rows, on the inference thread of a real engine.
+"""`make bench-profile`: where one step's time goes at so many rows, on the inference thread of a real engine.
 
 The engine is composed as `icehouse serve` composes it, in this process and without the edge; its rows decode
 greedily. First the steps run as they are, and only what MLX computes is timed: the rest is the host's. Then
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import dataclasses
 import pstats
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from icehouse_server.bootstrap.preload import load_openblas
 
@@ -44,13 +46,11 @@ _PHASES = (
     ("asyncio/", PUBLISHING),
     ("mlx_lm/", GRAPH),
     ("mlx/", GRAPH),
-    ("bench/step_profile.py", DEVICE),
+    ("bench/step/profile.py", DEVICE),
 )
 """Part of a file's path -> phase, the first that fits. The device is the wrapper around MLX's evaluation."""
 _LOOP_FILES = re.compile(r"icehouse_server/engine/((loop|requests|engine|stats)\.py|core/)")
 _EVALUATIONS = ("eval", "async_eval", "synchronize")
-_WAIT_S = 600.0
-_POLL_S = 0.05
 _TOP_COUNT = 15
 
 
@@ -112,8 +112,8 @@ class Measured:
 
 
 def main() -> None:
-    """Measure, print the tables, write bench/out/step.json."""
-    parser = argparse.ArgumentParser(prog="make bench-step", description=__doc__)
+    """Measure, print the tables, write bench/out/profile.json."""
+    parser = argparse.ArgumentParser(prog="make bench-profile", description=__doc__)
     parser.add_argument("--rows", type=int, default=16, help="sequences that decode")
     parser.add_argument("--prompt", type=int, default=40, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=60, help="steps that are watched, twice")
@@ -132,100 +132,33 @@ def main() -> None:
 async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
     """Let the rows decode on the engine's own thread and watch its steps."""
     import mlx.core as mx
-    from icehouse_server.bootstrap.model_source import LocalModel
-    from icehouse_server.bootstrap.server import build_server
-    from icehouse_server.clock import SystemClock
-    from icehouse_server.config import load_config
     from icehouse_server.device import find_device
-    from icehouse_server.domain.model import EngineState
     from icehouse_server.engine.loop import EngineLoop
-    from icehouse_server.rpc.engine_client.router import Router
+
+    from bench.step.engine import running_engine, until
 
     watch = Watch()
     own_step = EngineLoop.step
-    own_evaluations = {name: getattr(mx, name) for name in _EVALUATIONS}
 
     def watched_step(self: EngineLoop) -> None:
         watch.step(lambda: own_step(self))
 
-    EngineLoop.step = watched_step  # type: ignore[method-assign]
-    for name, run in own_evaluations.items():
-        setattr(mx, name, watch.evaluation(run))
-    router = Router(asyncio.get_running_loop())
-    flags = {"cache.enabled": False, "server.port": 0}
-    clock = SystemClock()
-    server = build_server(
-        load_config(flags=flags, environ={}).config,
-        model=LocalModel(path, path.name),
-        device=find_device(),
-        router=router,
-        clock=clock,
-    )
-    server.engine.start()
-    try:
-        await _until(lambda: router.state is not EngineState.LOADING)
-        for request in _requests(arguments, vocabulary_size=router.require_model().info.vocabulary_size):
-            server.engine.submit(request)
-        await _until_decoding(server.engine, row_count=arguments.rows)
-        watch.begin(arguments.steps, profile=None)
-        await _until(watch.done.is_set)
-        steps_s, device_s = watch.steps_s, watch.device_s
-        profile = cProfile.Profile()
-        watch.begin(arguments.steps, profile=profile)
-        await _until(watch.done.is_set)
-        return Measured(steps_s, device_s, watch.steps_s, profile)
-    finally:
-        server.engine.drain(grace_s=0.0)
-        await asyncio.to_thread(server.engine.join, timeout_s=_WAIT_S)
-        EngineLoop.step = own_step  # type: ignore[method-assign]
-        for name, run in own_evaluations.items():
-            setattr(mx, name, run)
-
-
-def _requests(arguments: argparse.Namespace, *, vocabulary_size: int) -> list[Any]:
-    from icehouse_server.domain.ids import RequestId
-    from icehouse_server.domain.request import CacheUse, GenerationRequest
-    from icehouse_server.domain.sampling import SamplingParams
-
-    from bench.prompts import FreshPrompts
-
-    # Plain words lie in the middle of a vocabulary, special tokens at its ends.
-    prompts = FreshPrompts(range(vocabulary_size // 4, vocabulary_size // 2), seed=1)
-    return [
-        GenerationRequest(
-            RequestId(f"row-{number}"),
-            tuple(prompts.take(arguments.prompt)),
-            max_output_tokens=100 * arguments.steps,
-            sampling=SamplingParams(),
-            stop=(),
-            arrival_time=time.monotonic(),
-            cache_use=CacheUse.OFF,
-        )
-        for number in range(arguments.rows)
-    ]
-
-
-async def _until_decoding(engine: Any, *, row_count: int) -> None:
-    """Wait until so many rows decode and none is prefilled."""
-    deadline = time.monotonic() + _WAIT_S
-    while time.monotonic() < deadline:
-        if await _decoding_count(engine) >= row_count:
-            return
-        await asyncio.sleep(_POLL_S)
-    raise TimeoutError(f"{row_count} rows did not decode together within {_WAIT_S:g} s")
-
-
-async def _decoding_count(engine: Any) -> int:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[int] = loop.create_future()
-    engine.request_stats(lambda stats, _: loop.call_soon_threadsafe(answer.set_result, stats.decoding_count))
-    return await asyncio.wait_for(answer, _WAIT_S)
-
-
-async def _until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_WAIT_S):
-        while not is_true():
-            await asyncio.sleep(_POLL_S)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(EngineLoop, "step", watched_step))
+        for name in _EVALUATIONS:
+            patches.enter_context(patch.object(mx, name, watch.evaluation(getattr(mx, name))))
+        async with running_engine(path, device=find_device()) as engine:
+            rows = engine.rows(
+                arguments.rows, prompt_token_count=arguments.prompt, output_limit=100 * arguments.steps
+            )
+            async with rows:
+                watch.begin(arguments.steps, profile=None)
+                await until(watch.done.is_set)
+                steps_s, device_s = watch.steps_s, watch.device_s
+                profile = cProfile.Profile()
+                watch.begin(arguments.steps, profile=profile)
+                await until(watch.done.is_set)
+                return Measured(steps_s, device_s, watch.steps_s, profile)
 
 
 def phase_of(file: str) -> str:
@@ -289,7 +222,7 @@ def _report(found: Measured, arguments: argparse.Namespace) -> None:
         ((str(f["function"]), f"{f['calls']:.0f}", f"{f['ms']:.3f}") for f in functions),
     )
     path = write_json(
-        "step",
+        "profile",
         {
             "setting": setting(),
             "model": arguments.model,
