@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.request import (
     DraftCounts,
@@ -91,8 +90,8 @@ class OpenSequence:
 
     @property
     def may_guess_ahead(self) -> bool:
-        """Whether its caches can be cut where its known tokens end while they hold guesses behind these."""
-        return all(class_of(cache).kind is RegionKind.KV for cache in leaves(self.row.raw_caches))
+        """Whether its caches can be cut while guesses are in flight."""
+        return all(class_of(cache).is_cut_before_guesses for cache in leaves(self.row.raw_caches))
 
     @property
     def waits_to_guess(self) -> bool:

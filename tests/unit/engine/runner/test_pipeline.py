@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
@@ -248,11 +249,10 @@ REPETITIVE = tuple(range(3, 23)) * 4
 
 
 def drawn_beside_a_guesser(
-    folder: Path, architecture: str, speculation: Speculation | None, *, is_pipelined: bool = True
+    runner: ModelRunner, speculation: Speculation | None
 ) -> tuple[dict[int, list[int]], list[PassResult]]:
     """Let a row that may guess and one that does not decode together; return the tokens of each, and what
     each pass came to."""
-    runner = runner_of(tiny_model_dir(folder, architecture), is_pipelined=is_pipelined)
     chunks = []
     for number, asked in ((1, speculation), (2, None)):
         runner.open(SequenceId(number))
@@ -269,16 +269,30 @@ def always_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=-9))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+ASKED = Speculation(8, ngram_token_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "guesses"),
+    [
+        ("llama", Attention.ROWS, True),
+        ("llama", Attention.SLAB, True),
+        ("llama", Attention.PAGES, True),
+        ("gemma3_text", Attention.PAGES, True),
+        # Caches with windows or states cannot be cut while guesses lie behind what is known.
+        ("gemma3_text", Attention.ROWS, False),
+        ("lfm2", Attention.ROWS, False),
+    ],
+)
 def test_a_row_that_guesses_keeps_no_other_from_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, attention: Attention, guesses: bool
 ) -> None:
     """It waits by itself: in the pass that is dispatched behind its guesses only others are fed."""
     always_guess(monkeypatch)
-    asked = Speculation(8, ngram_token_limit=2)
-    plain, _ = drawn_beside_a_guesser(tmp_path / "plain", architecture, None)
+    folder = tiny_model_dir(tmp_path, architecture)
+    plain, _ = drawn_beside_a_guesser(runner_of(folder, is_pipelined=True, attention=attention), None)
     order = Order(monkeypatch)
-    tokens, results = drawn_beside_a_guesser(tmp_path / "guesses", architecture, asked)
+    tokens, results = drawn_beside_a_guesser(runner_of(folder, is_pipelined=True, attention=attention), ASKED)
     place = {event: number for number, event in enumerate(order.events)}
     last = sum(event.startswith("dispatch") for event in place) - 1
     assert all(place[f"dispatch {n + 1}"] < place[f"read {n}"] for n in range(last - 40, last))
@@ -288,17 +302,44 @@ def test_a_row_that_guesses_keeps_no_other_from_the_device(
     count = min(len(tokens[1]), len(plain[1]))
     assert tokens[1][:count] == plain[1][:count] and count > 15
     assert tokens[2] == plain[2]
-    guess_count = sum(result.drafted_count for result in results)
-    # Caches with windows or states cannot be cut while guesses lie behind what is known.
-    assert bool(guess_count) is (architecture == "llama")
-    assert (told.count({1, 2}) <= 21) is (architecture == "llama")
+    assert bool(sum(result.drafted_count for result in results)) is guesses
+    assert (told.count({1, 2}) <= 21) is guesses
+
+
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+def test_a_block_is_cut_where_guesses_are_in_flight_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attention
+) -> None:
+    """A request may end, or be parked, before it is known which of them are right."""
+    always_guess(monkeypatch)
+    architecture = "llama" if attention is Attention.ROWS else "gemma3_text"
+    kinds = [RegionKind.KV, *([RegionKind.WINDOW] if architecture == "gemma3_text" else [])]
+    folder, found = tiny_model_dir(tmp_path, architecture), []
+    prompt = tuple(range(3, 291)) * 2  # whatever is drawn, something followed it before
+    for asked in (None, ASKED):
+        runner = runner_of(folder, is_pipelined=True, attention=attention)
+        for number in (1, 2):
+            runner.open(SequenceId(number))
+        runner.run([Chunk(SequenceId(1), prompt[:512])])
+        plain = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=prompt, speculation=asked)
+        runner.run([Chunk(SequenceId(2), PROMPT, row=plain)])
+        runner.run([Chunk(SequenceId(1), prompt[512:], row=row, speculation=asked)])
+        for _ in range(2):
+            runner.run([])
+        in_flight = runner._pipeline._in_flight
+        assert in_flight is not None and bool(in_flight.drafted_count) is (asked is not None)
+        cut = runner.blocks.cut(SequenceId(1), start=512, stop=576, kinds=kinds)
+        found.append(runner.blocks.to_host([cut[kind] for kind in kinds]))
+    for one, other in zip(*found, strict=True):
+        assert [bytes(tensor.data) for tensor in one.tensors] == [bytes(t.data) for t in other.tensors]
 
 
 def test_a_row_that_guesses_alone_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would run ahead meanwhile."""
     always_guess(monkeypatch)
     runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=True)
-    asked = Speculation(8, ngram_token_limit=2)
+    asked = ASKED
     prompt = tuple(range(3, 290)) * 2
     row = DecodeRow(SamplingParams(), prompt_token_ids=prompt, speculation=asked)
     runner.open(SequenceId(1))
