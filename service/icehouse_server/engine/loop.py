@@ -350,17 +350,24 @@ class EngineLoop:
         if overrun is not None:
             self._requests.fail(overrun.sequence, overrun.error)
         self._requests.release_ended()
-        if not chunks and not self._scheduler.is_decoding:
+        if not chunks and not self._scheduler.is_decoding and not self._awaits_reading:
             return overrun is not None
         rows = self._scheduler.size_of([])
-        result = self._runner.run([chunk_of(chunk) for chunk in chunks], before_wait=self._output.publish)
+        asked = [chunk_of(chunk) for chunk in chunks]
+        for planned_chunk, asked_chunk in zip(chunks, asked, strict=True):
+            planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
+        result = self._runner.run(asked, before_wait=self._output.publish)
         chunks = [chunk.as_far_as(result.went_through) for chunk in chunks]
         planned_pass = PlannedPass.of(chunks, rows=rows)
         self._scheduler.note_chunks(chunks)
         self._note_pass(planned_pass, result)
         for chunk in chunks:
-            self._advance(chunk, result)
+            self._advance(chunk)
+        read = self._take_read(result)
         self._keep(chunks, self._deliver(result.drawn))
+        for sequence in read:
+            if sequence.phase is not Phase.ENDED:
+                self._end_if_nothing_is_asked(sequence)
         self._requests.release_ended()
         return True
 
@@ -386,26 +393,43 @@ class EngineLoop:
             self._scheduler.note_pass(size, elapsed_s, layered=timed.layered)
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
-    def _advance(self, chunk: PrefillChunk, result: PassResult) -> None:
-        """Take what a chunk that ran came to: tell its caller, let its sequence decode."""
+    @property
+    def _awaits_reading(self) -> bool:
+        """Whether the device is at chunks that are measured or pooled, the last of their prompts perhaps."""
+        return any(sequence.unread_chunk_count for sequence in self._scheduler.running)
+
+    def _advance(self, chunk: PrefillChunk) -> None:
+        """Take that a chunk ran: tell its caller, let its sequence decode."""
         sequence = chunk.sequence
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if sequence.sequence_id in result.measured:
-            logprobs = sequence.take_prompt_logprobs(chunk.start, result.measured[sequence.sequence_id])
-        if sequence.sequence_id in result.pooled:
-            sequence.take_pooled(result.pooled[sequence.sequence_id])
         sequence.processed_token_count += chunk.kept_count
         # However small the chunks, a caller hears of its progress once a full one.
         chunk_token_count = self._scheduler.limits.prefill_chunk_token_count
         is_full = sequence.is_prefilled or sequence.processed_token_count % chunk_token_count == 0
-        if logprobs or (chunk.kept_count and is_full and not sequence.park_count):
-            total = len(sequence.input_token_ids)
-            self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
+        if chunk.kept_count and is_full and not sequence.park_count and not sequence.measures_prompt:
+            self._tell_progress(sequence)
         if chunk.is_last:
             self._scheduler.start_decoding(sequence)
 
+    def _take_read(self, result: PassResult) -> list[Sequence]:
+        """Take what was measured and pooled of prompts, and tell it; return whose it was."""
+        found: list[Sequence] = []
+        for sequence_id, measured in result.measured.items():
+            if (sequence := self._requests.find(sequence_id)) is not None:
+                found.append(sequence)
+                if logprobs := sequence.take_prompt_logprobs(measured):
+                    self._tell_progress(sequence, logprobs)
+        for sequence_id, pooled in result.pooled.items():
+            if (sequence := self._requests.find(sequence_id)) is not None:
+                found.append(sequence)
+                sequence.take_pooled(pooled)
+        return found
+
+    def _tell_progress(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+        total = len(sequence.input_token_ids)
+        self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
+
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
-        if sequence.is_prefilled and sequence.output_token_limit == 0:
+        if sequence.is_prefilled and sequence.output_token_limit == 0 and not sequence.unread_chunk_count:
             now = self._clock.monotonic()
             self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
             self._requests.close(sequence)

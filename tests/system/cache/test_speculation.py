@@ -252,7 +252,9 @@ def test_a_row_speculates_again_once_its_text_repeats_itself(
             assert outcome(served, f"beside {number}")[0] == plain
     assert tokens == plain
     assert drafts.limit is SpeculationLimit.NONE and drafts.accepted_count > 1.5 * round_length
-    assert steps < 1.6 * round_length, "two rounds of three were guessed, several tokens a step"
+    # Beside others on a device that runs ahead it guesses in every second pass.
+    most = 1.8 if company and is_pipelined else 1.6
+    assert steps < most * round_length, "two rounds of three were guessed, several tokens a step"
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])

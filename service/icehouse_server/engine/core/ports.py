@@ -94,15 +94,21 @@ class Chunk:
     without a gap. Its tokens are in the caches behind the last layer, and until then the sequence's next
     chunk may begin anew; nothing is drawn or measured of it. None goes through all."""
 
+    @property
+    def is_read(self) -> bool:
+        """Whether it is measured or pooled: `PassResult` tells what came of it."""
+        return self.pooling is not None or (self.wanted is not None and bool(self.next_token_ids))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassResult:
     """What came of a pass."""
 
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
-    """In order for each sequence; several for one that speculates."""
+    """In order for each sequence; several for one that speculates, and none in some passes."""
     measured: Mapping[SequenceId, Sequence[TokenLogprobs]] = dataclasses.field(default_factory=dict)
-    """For chunks with `wanted`: what the tokens say of `next_token_ids`."""
+    """For chunks with `wanted`, in the order of a sequence's chunks: what the tokens say of
+    `next_token_ids`."""
     pooled: Mapping[SequenceId, Vector] = dataclasses.field(default_factory=dict)
     """For chunks with `pooling`: the sum of the hidden states, or the last token's."""
     went_through: Mapping[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
@@ -110,11 +116,12 @@ class PassResult:
     drafted_count: int = 0
     """Guesses that were fed besides, which makes the pass longer."""
     elapsed_s: float = 0.0
-    """Of the device: from the dispatch, or the end of the pass before it, to the pass's end. 0 where no pass
-    was waited for."""
+    """How long the device was at the pass: from the end of the pass before it, or from its dispatch where that
+    was later, to its own end, each as the host saw it. Where the device is faster than the host, the time
+    between two passes. 0 where no pass was waited for."""
     is_behind: bool = False
-    """What was drawn, the guesses and the time are of the pass before this one: the device runs ahead.
-    `measured` and `pooled` are of this pass's own chunks always; they are waited for."""
+    """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
+    device runs ahead. With nothing to feed they are of the last one."""
 
 
 class MemoryUse(NamedTuple):

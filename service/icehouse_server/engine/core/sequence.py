@@ -89,6 +89,10 @@ class Sequence:
     undelivered_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprob_count: int = 0
     """Prompt tokens behind the first whose log probabilities were told."""
+    unread_chunk_count: int = 0
+    """Chunks that ran, or run, to be measured or pooled, of which that is not known yet."""
+    measured_token_count: int = 0
+    """Input tokens of which it is known what they say of those behind them."""
     cache: CacheReport = dataclasses.field(default_factory=CacheReport)
     chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """Hashes of the full blocks behind it, reused or computed."""
@@ -193,12 +197,12 @@ class Sequence:
             return False
         return self.prompt_logprob_count < len(self.request.prompt_token_ids) - 1
 
-    def take_prompt_logprobs(
-        self, start: int, measured: ReadSequence[TokenLogprobs]
-    ) -> tuple[TokenLogprobs, ...]:
-        """Take what the tokens from `start` on say of those behind them; return what was not told before,
-        which is less where the sequence was parked meanwhile and computes again."""
-        new = tuple(measured[max(0, self.prompt_logprob_count - start) :])
+    def take_prompt_logprobs(self, measured: ReadSequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        """Take what the next tokens say of those behind them; return what was not told before, which is less
+        where the sequence was parked meanwhile and computes again."""
+        self.unread_chunk_count -= 1
+        new = tuple(measured[max(0, self.prompt_logprob_count - self.measured_token_count) :])
+        self.measured_token_count += len(measured)
         self.prompt_logprob_count += len(new)
         return new
 
@@ -208,6 +212,7 @@ class Sequence:
 
     def take_pooled(self, part: Vector) -> None:
         """Take what the next tokens' hidden states came to."""
+        self.unread_chunk_count -= 1
         if self.pooled is None or self.request.pooling is Pooling.LAST_TOKEN:
             self.pooled = part
         else:
@@ -235,6 +240,7 @@ class Sequence:
         self.shared_chain.clear()
         self.unkept.clear()
         self.pooled = None
+        self.unread_chunk_count = self.measured_token_count = 0
         self.fed_ahead_count = 0
         self.park_count += 1
 

@@ -27,7 +27,7 @@ class PageCutting:
 
 
 class PagedRestoring:
-    """A restore under way. `caches` is complete once `step` has returned False."""
+    """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
         self,
@@ -58,6 +58,12 @@ class PagedRestoring:
         if self._run is not None and not self._run.pages:
             self._put_pages(self._run)
         return self._others.step()
+
+    def dispatch(self, *, limit_bytes: int) -> bool:
+        """Do so for about so many bytes of what is not in pages, and wait for nothing."""
+        if self._run is not None and not self._run.pages:
+            self._put_pages(self._run)
+        return self._others.dispatch(limit_bytes=limit_bytes)
 
     def _put_pages(self, run: PageRun) -> None:
         loaded = self._source.loaded_kv

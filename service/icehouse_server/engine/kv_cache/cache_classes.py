@@ -115,6 +115,11 @@ class CacheClass:
         """Tell whether tokens that were fed together can be taken back."""
         return False
 
+    @property
+    def is_cut_before_guesses(self) -> bool:
+        """Whether a cache can be cut at its known tokens while it holds guesses behind them."""
+        return self.kind is RegionKind.KV
+
     def rewind(self, cache: Cache, count: int) -> None:
         """Take the last `count` tokens back, fewer than were fed in the last pass."""
         raise AssertionError(f"{self.name} takes no tokens back")
@@ -357,6 +362,10 @@ class PagedWindowKv(RotatingKv):
 
     def mark(self, cache: Cache) -> Undo:
         return lambda: None
+
+    @property
+    def is_cut_before_guesses(self) -> bool:
+        return True
 
 
 class SlottedState(CacheClass):

@@ -230,6 +230,11 @@ class KvCutting:
         self._placed_count += len(arrays)
         self._done_count += 1
 
+    def cut_at_once(self, caches: Sequence[Any]) -> ArrayRegion:
+        """Return the whole region, lazy; for who has taken no step."""
+        assert not self._buffers, "Some layers are cut already"
+        return self._layout.cut_kv(caches, start=self._start, stop=self._stop)
+
     def region(self) -> ArrayRegion:
         """Return the whole region; only when done."""
         assert self.is_done, f"{self._done_count} of {len(self._parts)} layers are cut"

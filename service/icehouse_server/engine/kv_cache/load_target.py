@@ -63,8 +63,11 @@ class KvTarget:
         An array is updated in place only after its views are gone; while one is there, mlx copies.
         """
         assert self.is_made
-        mx.eval(self._arrays)
-        flat = {name: array.reshape(-1).view(mx.uint8) for name, array in self._arrays.items() if array.size}
+        # On the host's own stream, where no pass is in flight that this would be waited for behind.
+        with mx.stream(mx.cpu):
+            flat = {
+                name: array.reshape(-1).view(mx.uint8) for name, array in self._arrays.items() if array.size
+            }
         mx.eval(flat)
         return tuple(
             HostTensor(
@@ -100,9 +103,10 @@ def uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:
     if math.prod(shape) == 0:
         return mx.zeros(shape, dtype)
     description = _DESCRIPTIONS.get(dtype, f"<u{dtype.size}")
-    loaded = mx.load(cast(Any, _Unwritten(shape, description)), format="npy")
+    # On the host's own stream: this waits until it is made, and no pass is in flight there.
+    loaded = mx.load(cast(Any, _Unwritten(shape, description)), format="npy", stream=mx.cpu)
     assert isinstance(loaded, mx.array)
-    return loaded if loaded.dtype == dtype else loaded.view(dtype)
+    return loaded if loaded.dtype == dtype else loaded.view(dtype, stream=mx.cpu)
 
 
 class _Unwritten(io.RawIOBase):

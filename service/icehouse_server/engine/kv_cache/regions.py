@@ -160,14 +160,12 @@ def _host_tensor(region: ArrayRegion, place: Place, views: Sequence[memoryview])
 
 
 def from_host(region: HostRegion) -> ArrayRegion:
-    """Copy host bytes into evaluated arrays, bit for bit.
+    """Copy host bytes into arrays, bit for bit; what is left to compute is lazy.
 
     Raises ValueError when a tensor's bytes do not fill its shape or its dtype is unknown.
     """
     arrays = [(tensor.name, array_of(tensor)) for tensor in region.tensors]
-    built = ArrayRegion.of(region.kind, sorted(arrays, key=lambda pair: pair[0]))
-    evaluate([built])
-    return built
+    return ArrayRegion.of(region.kind, sorted(arrays, key=lambda pair: pair[0]))
 
 
 def array_of(tensor: HostTensor) -> mx.array:

@@ -25,7 +25,7 @@ from icehouse_server.errors import Reason, StorageError
 
 
 class Restoring:
-    """A restore under way. `caches` is complete once `step` has returned False."""
+    """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Restoring:
 
     @property
     def caches(self) -> list[Any]:
-        """The restored caches, one a layer, evaluated."""
-        assert self._done_count == len(self._parts), "The restore is not finished"
+        """The restored caches, one a layer, computed or on their way."""
+        assert self._is_done, "The restore is not finished"
         return self._caches
 
     def step(self) -> bool:
@@ -66,38 +66,56 @@ class Restoring:
 
         Raises StorageError when a region lacks this part's tensors or they do not fit together.
         """
-        if self._done_count == len(self._parts):
-            return False
+        if not self._is_done:
+            mx.eval(self._rebuild_next())
+        return not self._is_done
+
+    def dispatch(self, *, limit_bytes: int) -> bool:
+        """Rebuild parts until they hold so many bytes, one at least, and have all computed behind what the
+        device is at; wait for nothing. Returns and raises what `step` does."""
+        arrays: list[mx.array] = []
+        size_bytes = 0
+        while not self._is_done and (not arrays or size_bytes < limit_bytes):
+            arrays += (rebuilt := self._rebuild_next())
+            size_bytes += sum(array.nbytes for array in rebuilt)
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        return not self._is_done
+
+    @property
+    def _is_done(self) -> bool:
+        return self._done_count == len(self._parts)
+
+    def _rebuild_next(self) -> list[mx.array]:
+        """Put the next part together, lazily; return what is to be computed."""
         part = self._parts[self._done_count]
+        empty = leaf(self._caches, part.path)
         try:
-            rebuilt = self._rebuild(part, leaf(self._caches, part.path))
+            if part.path[0] in self._lent_places:
+                rebuilt, arrays = self._lent(part, empty)
+            else:
+                found = self._arrays_of(part)
+                rebuilt = class_of(empty).rebuild(empty, found, token_count=self.token_count)
+                arrays = list(found.values())
         except (KeyError, IndexError, ValueError) as error:
             raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.name}): {error}") from error
         put(self._caches, part.path, rebuilt)
         self._done_count += 1
-        return self._done_count < len(self._parts)
+        return arrays
 
-    def _rebuild(self, part: Part, empty: Any) -> Any:
-        if part.path[0] in self._lent_places:
-            return self._lent(part, empty)
-        arrays = self._arrays_of(part)
-        mx.eval(arrays)
-        return class_of(empty).rebuild(empty, arrays, token_count=self.token_count)
-
-    def _lent(self, part: Part, empty: Any) -> BorrowingCache:
-        """Return a cache that reads the blocks where they are, and goes on in what was loaded."""
+    def _lent(self, part: Part, empty: Any) -> tuple[BorrowingCache, list[mx.array]]:
+        """Return a cache that reads the blocks where they are, and goes on in what was loaded; and what is
+        to be computed for it."""
         assert part.cache_class.is_plain, part
         names = [f"{part.name}.{suffix}" for suffix in part.cache_class.suffixes]
         loaded = self._source.loaded_kv
         end = self.token_count if loaded is None else loaded.start_token_index
         lent = [self._kv_pieces(name, end=end) for name in names]
-        mx.eval(lent)
         cache = BorrowingCache(list(zip(*lent, strict=True)), empty)
         count = self.token_count - cache.offset
         if count:
             assert loaded is not None and loaded.first_token_index == cache.offset, (loaded, cache.offset)
             cache.go_on(*(loaded.target.take(name, token_count=count) for name in names), token_count=count)
-        return cache
+        return cache, [piece for pieces in lent for piece in pieces]
 
     def _arrays_of(self, part: Part) -> dict[str, mx.array]:
         suffixes = part.cache_class.suffixes

@@ -22,6 +22,7 @@ from icehouse_server.domain.request import (
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
+from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
@@ -87,6 +88,17 @@ class OpenSequence:
     def is_guessing(self) -> bool:
         return self.speculating is not None and self.speculating.is_guessing
 
+    @property
+    def may_guess_ahead(self) -> bool:
+        """Whether its caches can be cut while guesses are in flight."""
+        return all(class_of(cache).is_cut_before_guesses for cache in leaves(self.row.raw_caches))
+
+    @property
+    def waits_to_guess(self) -> bool:
+        """Whether it is fed only once its tokens are known; one that catches up is not to guess yet."""
+        is_late = self.drafted is not None and self.drafted.is_behind
+        return self.is_guessing and not is_late and self.may_guess_ahead
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draw:
@@ -96,6 +108,8 @@ class Draw:
     first: int
     """Of the pass's logits."""
     guesses: Guesses = ()
+    was_asked: bool = False
+    """Whether it was to guess, though it may have found nothing."""
 
     @property
     def count(self) -> int:
@@ -127,6 +141,7 @@ class DispatchedPass:
     arrays: list[Any]
     """What must be evaluated for the pass to be done."""
     began_time: float
+    """When the device was given it; where computing begins while a pass is built, when that began."""
     number: int
     """By the pass clock."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
@@ -144,7 +159,9 @@ class DispatchedPass:
     seated_count: int = 0
     """Rows of such a pass that are in a slab."""
     elapsed_s: float = 0.0
-    """Of the device, once it was waited for."""
+    """Once it was waited for: from where the pass before it was seen to end, or from `began_time` where that
+    was later, until its own end was seen. A device that is faster than the host has ended it before, and then
+    this is how long the host took between two passes: what a pass costs, all the same."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
     _told: tuple[list[int], LogprobArrays] | None = None
@@ -157,6 +174,11 @@ class DispatchedPass:
     def needs_tokens(self) -> bool:
         """Whether a draw depends on the tokens before it."""
         return any(draw.sampling.needs_tokens for draw in self.draws)
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        """Keep nothing to tell of a sequence that was released; its name may be another one's by then."""
+        self.measured.pop(sequence_id, None)
+        self.pooled.pop(sequence_id, None)
 
     def dispatch(self) -> None:
         """Let the device compute what was built so far."""
@@ -236,7 +258,6 @@ class DispatchedPass:
 
     def pooled_vectors(self) -> dict[SequenceId, Vector]:
         """Return the pooled hidden states on the host."""
-
         return {sequence_id: np.array(array) for sequence_id, array in self.pooled.items()}
 
 
@@ -267,7 +288,9 @@ def settle(found: Found, *, is_fed: bool) -> list[Drawn]:
         sequence.behind = [*before[len(before) - again_count :], kept[-1]]
     drafts = sampling.drafts
     if sequence.speculating is not None:
-        drafts = sequence.speculating.take(kept, guess_count=len(known), accepted_count=accepted_count)
+        drafts = sequence.speculating.take(
+            kept, guess_count=len(known), accepted_count=accepted_count, was_asked=draw.was_asked
+        )
     if sampling.needs_tokens:
         sampling.accept(kept[0])
     return [

@@ -7,7 +7,12 @@ token by a pass.
 
 Where a draw depends on the tokens before it (penalties, banned sequences, a constraint), a pass ahead is cut
 in two: the forward is dispatched, the last tokens are read and masks made while it runs, then the draw is
-dispatched behind it. A pass with guesses, or with prompts that are measured or pooled, is waited for.
+dispatched behind it. What is measured or pooled of a prompt is read when its pass is collected.
+
+A row that guesses is fed only once its tokens are known, so in every second pass, and keeps nobody else from
+being fed in each. Until its guesses are judged its caches hold more than is known; those with windows or
+states cannot be cut then, so a row that has any guesses only while all rows do. These passes are waited for:
+nobody would run ahead.
 
 Inference thread only.
 """
@@ -43,6 +48,8 @@ class _Fed:
     token_ids: Sequence[int]
     """Those that are known; empty where the last one is in flight."""
     guesses: Guesses = ()
+    was_asked: bool = False
+    """Whether it was to guess, though it may have found nothing."""
     chunk: Chunk | None = None
 
 
@@ -76,31 +83,26 @@ class Pipeline:
         self, parts: Sequence[tuple[OpenSequence, Chunk]], before_wait: Callable[[], None] | None = None
     ) -> PassResult:
         """Run one pass over the decoding sequences and these chunks. A chunk's sequence that draws decodes in
-        every pass after this one."""
-        guessing = [sequence for sequence in self._decoding.values() if sequence.is_guessing]
-        waits = bool(guessing) or any(_is_read(chunk) for _, chunk in parts)
-        is_ahead = self._is_pipelined and not waits
+        the passes after this one."""
+        is_ahead = self._is_pipelined and not (self._is_only_guessing and not parts)
         before, self._in_flight = self._in_flight, None
+        ended: list[DispatchedPass] = []
         told: list[Drawn] = []
         if before is not None and not (is_ahead and (self._decoding or parts)):
-            told += self._collect(before, is_fed=False)
-            if not (self._decoding or parts):
-                return self._result(told, before, is_behind=True)
-            before = None
-            guessing = [sequence for sequence in self._decoding.values() if sequence.is_guessing]
+            told += self._collect(before)
+            ended, before = [before], None
         if not (self._decoding or parts):
-            return PassResult()
+            return self._result(told, ended, is_behind=bool(ended))
         FIRST_WAIT.expect(None if is_ahead else before_wait)
-        current = self._built(parts, guessing, before, is_ahead=is_ahead)
-        if is_ahead:
-            for sequence in self._decoding.values():
-                sequence.behind.clear()  # fed now, and the next token is known a pass later
+        current = self._built(parts, before, is_ahead=is_ahead)
         FIRST_WAIT.come()  # this dispatch waits, where nothing ran ahead
+        if self._is_pipelined:
+            current.began_time = self._clock.monotonic()
         if before is not None and current.needs_tokens:
             current.dispatch()
             if before_wait is not None:
                 before_wait()
-            told += self._collect(before, is_fed=True)
+            told += self._collect(before, behind=current)
             current.draw(may_wait=False)
         else:
             current.draw(may_wait=not is_ahead)
@@ -108,12 +110,17 @@ class Pipeline:
             if before_wait is not None and is_ahead:
                 before_wait()
             if before is not None:
-                told += self._collect(before, is_fed=True)
+                told += self._collect(before, behind=current)
         if is_ahead:
             self._in_flight = current
-            return self._result(told, before, is_behind=True)
-        told += self._collect(current, is_fed=False)
-        return self._result(told, current, is_behind=False)
+            return self._result(told, [] if before is None else [before], is_behind=True)
+        told += self._collect(current)
+        return self._result(told, [*ended, current], is_behind=False)
+
+    @property
+    def _is_only_guessing(self) -> bool:
+        """Whether nobody would run ahead: who guesses waits for what came of it."""
+        return bool(self._decoding) and all(s.is_guessing for s in self._decoding.values())
 
     def seat_all(self) -> None:
         """Let those that decode share buffers, whatever it costs, if they ever may and are enough for it."""
@@ -128,6 +135,8 @@ class Pipeline:
     def release(self, sequence: OpenSequence) -> None:
         """Forget a sequence; what is in flight of it is not told."""
         self._decoding.pop(sequence.sequence_id, None)
+        if self._in_flight is not None:
+            self._in_flight.forget(sequence.sequence_id)
         self.forwards[sequence.adapter].forget(sequence.row)
         # A pass in flight knows the sequence until another one is run, which may be much later.
         sequence.row = Row([])
@@ -142,29 +151,31 @@ class Pipeline:
     def _built(
         self,
         parts: Sequence[tuple[OpenSequence, Chunk]],
-        guessing: Sequence[OpenSequence],
         before: DispatchedPass | None,
         *,
         is_ahead: bool,
     ) -> DispatchedPass:
         """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
         rest of it is done."""
-        began_time, number = self._clock.monotonic(), self._pass_clock.dispatch()
-        has_moved = self._seat(parts)
+        number = self._pass_clock.dispatch()
+        began_time = 0.0 if self._is_pipelined else self._clock.monotonic()
+        rows = self._rows_for(before)
+        has_moved = self._seat(rows, parts)
+        guessing = [s for s in rows if s.is_guessing and (s.may_guess_ahead or not is_ahead)]
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
         guesses, arrays = guesses_of(speculating, self.draft_model)
         if self.draft_model is not None:
             reading = [(s.drafted, len(chunk.token_ids)) for s, chunk in parts if s.drafted is not None]
             arrays += self.draft_model.read(reading)
-        guesses_by_id = {id(s): found for s, found in zip(guessing, guesses, strict=True)}
-        fed = [_of_row(s, guesses_by_id.get(id(s), ()), before) for s in self._decoding.values()]
+        asked = {id(s): found for s, found in zip(guessing, guesses, strict=True)}
+        fed = [_of_row(s, asked.get(id(s)), before) for s in rows]
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
         current = DispatchedPass([], None, arrays, began_time, number)
         if not (parts or guessing or has_moved):
-            current.lengths = _lengths(self._decoding.values())
-            current.seated_count = sum(s.row.seated_caches is not None for s in self._decoding.values())
+            current.lengths = [sequence.row.token_count for sequence in rows]
+            current.seated_count = sum(s.row.seated_caches is not None for s in rows)
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)
@@ -180,7 +191,21 @@ class Pipeline:
                 current.layered.append((sequence, chunk))
             if chunk.row is not None:
                 self._decoding[sequence.sequence_id] = sequence
+        for sequence in rows if is_ahead else ():
+            sequence.behind.clear()  # fed now, and the next token is known a pass later
         return current
+
+    def _rows_for(self, before: DispatchedPass | None) -> list[OpenSequence]:
+        """Return who decodes in a pass that is built while another one may be in flight: all but those that
+        guess and wait for their tokens of it."""
+        rows: list[OpenSequence] = []
+        for sequence in self._decoding.values():
+            if before is not None and id(sequence) in before.places and sequence.waits_to_guess:
+                assert sequence.speculating is not None
+                sequence.speculating.note_wait()
+            else:
+                rows.append(sequence)
+        return rows
 
     def _through_layers_in_time(self, current: DispatchedPass) -> None:
         """Take chunks through layers behind all else in the pass, until their time is over."""
@@ -215,14 +240,14 @@ class Pipeline:
             sequence.layered = None
         return arrays
 
-    def _seat(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> bool:
+    def _seat(self, decoding: Sequence[OpenSequence], parts: Sequence[tuple[OpenSequence, Chunk]]) -> bool:
         """Let sequences that decode, or will after this pass, keep their KV in buffers for several.
 
         Where that is wanted or costs less; True when some of them moved.
         """
         if self.is_paged or self._attention in (Attention.ROWS, Attention.PAGES):
             return False
-        brought = {sequence.row: 1 for sequence in self._decoding.values()}
+        brought = {sequence.row: 1 for sequence in decoding}
         # A prompt that is not cut needs no caches of its own at all.
         whole = [(s, chunk) for s, chunk in parts if chunk.row is not None and not s.row.token_count]
         brought |= {sequence.row: len(chunk.token_ids) for sequence, chunk in whole}
@@ -231,7 +256,7 @@ class Pipeline:
             if not self._slab_choice.prefers_slab(lengths):
                 return False
         rows: dict[AdapterName, dict[Row, int]] = {}
-        for sequence in (*self._decoding.values(), *(s for s, _ in whole)):
+        for sequence in (*decoding, *(s for s, _ in whole)):
             if sequence.row.seated_caches is None and self.forwards[sequence.adapter].facts.takes_slab:
                 rows.setdefault(sequence.adapter, {})[sequence.row] = brought[sequence.row]
         coming: dict[AdapterName, list[Row]] = {}
@@ -268,7 +293,7 @@ class Pipeline:
             chunk = each.chunk
             if chunk is None or chunk.row is not None:
                 place = stop - 1 - len(each.guesses)
-                current.draws.append(Draw(each.sequence, first + place, each.guesses))
+                current.draws.append(Draw(each.sequence, first + place, each.guesses, each.was_asked))
             if chunk is not None and chunk.wanted is not None and chunk.next_token_ids:
                 assert output.logits is not None
                 count = len(chunk.next_token_ids)
@@ -283,8 +308,9 @@ class Pipeline:
                 current.arrays.append(current.pooled[chunk.sequence_id])
         return output.logits
 
-    def _collect(self, ended: DispatchedPass, *, is_fed: bool) -> list[Drawn]:
-        """Wait for a pass and take what was drawn in it; what was released meanwhile is not told."""
+    def _collect(self, ended: DispatchedPass, *, behind: DispatchedPass | None = None) -> list[Drawn]:
+        """Wait for a pass and take what was drawn in it; what was released meanwhile is not told. `behind`:
+        the pass that was dispatched meanwhile, with tokens drawn in the ended one."""
         ended.wait()
         self._pass_clock.end(ended.number)
         now = self._clock.monotonic()
@@ -292,48 +318,44 @@ class Pipeline:
         self._last_end_time = now
         if ended.lengths and ended.seated_count in (0, len(ended.lengths)):
             self._slab_choice.note(ended.lengths, ended.elapsed_s, in_slab=bool(ended.seated_count))
+        fed = set() if behind is None else {id(draw.sequence) for draw in behind.draws}
         told: list[Drawn] = []
         for found in ended.read():
             sequence = found.draw.sequence
             if self._decoding.get(sequence.sequence_id) is sequence:
-                told += settle(found, is_fed=is_fed)
+                told += settle(found, is_fed=id(sequence) in fed)
         return told
 
-    def _result(self, told: list[Drawn], ended: DispatchedPass | None, *, is_behind: bool) -> PassResult:
+    def _result(self, told: list[Drawn], ended: Sequence[DispatchedPass], *, is_behind: bool) -> PassResult:
+        """Say what came of passes that were waited for; the time is the last one's."""
         drawn = _with_fed_ahead(told, lambda sequence_id: len(self._decoding[sequence_id].behind))
-        if ended is None:
+        if not ended:
             return PassResult(drawn, is_behind=is_behind)
+        last = ended[-1]
         return PassResult(
             drawn,
-            measured={sequence_id: arrays.read() for sequence_id, arrays in ended.measured.items()},
-            pooled=ended.pooled_vectors(),
-            went_through=ended.went_through,
-            drafted_count=ended.drafted_count,
-            elapsed_s=ended.elapsed_s,
+            measured={name: arrays.read() for each in ended for name, arrays in each.measured.items()},
+            pooled={name: vector for each in ended for name, vector in each.pooled_vectors().items()},
+            went_through=last.went_through,
+            drafted_count=last.drafted_count,
+            elapsed_s=last.elapsed_s,
             is_behind=is_behind,
         )
 
 
-def _lengths(decoding: Iterable[OpenSequence]) -> list[int]:
-    return [sequence.row.token_count for sequence in decoding]
-
-
-def _is_read(chunk: Chunk) -> bool:
-    """Whether a chunk is run for more than its KV and its draw."""
-    return chunk.wanted is not None or chunk.pooling is not None
-
-
-def _of_row(sequence: OpenSequence, guesses: Guesses, before: DispatchedPass | None) -> _Fed:
+def _of_row(sequence: OpenSequence, guesses: Guesses | None, before: DispatchedPass | None) -> _Fed:
+    """Feed a decoding sequence; `guesses` are None where it was not asked for any."""
     in_flight = before is not None and id(sequence) in before.places
     token_ids = () if in_flight else tuple(sequence.behind)
-    count = 1 + len(guesses)
+    found = () if guesses is None else guesses
+    count = 1 + len(found)
     share = Share(
         sequence.row,
-        max(1, len(token_ids)) + len(guesses),
+        max(1, len(token_ids)) + len(found),
         logit_count=count,
         may_be_taken_back=count > 1,
     )
-    return _Fed(share, sequence, token_ids, guesses)
+    return _Fed(share, sequence, token_ids, found, was_asked=guesses is not None)
 
 
 def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:

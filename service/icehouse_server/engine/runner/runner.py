@@ -433,9 +433,10 @@ class ModelRunner:
             return 0
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
-        pooled = self.run([Chunk(sequence_id, [0, 0], pooling=Pooling.LAST_TOKEN)]).pooled[sequence_id]
+        chunk = Chunk(sequence_id, [0, 0], pooling=Pooling.LAST_TOKEN)
+        pooled = {**self.run([chunk]).pooled, **self.run([]).pooled}  # at once, or a pass later
         self.release([sequence_id])
-        return len(pooled)
+        return len(pooled[sequence_id])
 
     def _examined(self, model: Any) -> PassFacts:
         """Find out how passes of this model are run, and say so.

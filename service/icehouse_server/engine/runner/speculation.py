@@ -60,6 +60,7 @@ class SpeculatingRow:
         self._window = min(_FIRST_WINDOW, speculation.draft_token_limit)
         self._watch: LookupWatch | None = None
         self._step_count = self._accepted_count = self._accepted_total = 0
+        self._wait_count = 0
         if limit is SpeculationLimit.NONE and drafted is None:
             lookup = PromptLookup(token_ids, ngram_token_limit=speculation.ngram_token_limit)
             self._watch = LookupWatch(lookup, speculation)
@@ -73,8 +74,15 @@ class SpeculatingRow:
         """Return at most `count` guesses of a row that looks them up."""
         return self._watch.drafter.propose(min(count, self._window)) if self._watch else []
 
-    def take(self, token_ids: Sequence[int], *, guess_count: int, accepted_count: int) -> DraftCounts:
-        """Take what was drawn in a pass and how its guesses fared; return what to tell of it."""
+    def note_wait(self) -> None:
+        """Note a pass that fed others while this row waited for what it guessed."""
+        self._wait_count += 1
+
+    def take(
+        self, token_ids: Sequence[int], *, guess_count: int, accepted_count: int, was_asked: bool = True
+    ) -> DraftCounts:
+        """Take what was drawn in a pass and how its guesses fared; return what to tell of it. `was_asked`:
+        whether the row was to guess in this pass."""
         if self.drafted is not None:
             self.drafted.behind += token_ids
         if not self.is_guessing:
@@ -85,11 +93,13 @@ class SpeculatingRow:
         if guess_count:
             wider = 2 * self._window if accepted_count == guess_count else accepted_count + 1
             self._window = min(wider, self.draft_token_limit)
-        if guess_count or self.drafted is None:
-            self._try(accepted_count)
+        if guess_count or (was_asked and self.drafted is None):
+            self._try(accepted_count - self._wait_count)
+        self._wait_count = 0
         return DraftCounts(guess_count, accepted_count)
 
     def _try(self, accepted_count: int) -> None:
+        """Judge by the guesses that were right, less what the row would have drawn where it waited."""
         trial = _LOOKUP_TRIAL if self.drafted is None else _DRAFT_TRIAL
         self._step_count += 1
         self._accepted_count += accepted_count

@@ -14,6 +14,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.kv_cache import blocks as kv_blocks
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
@@ -121,6 +122,82 @@ def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
     runner.blocks.to_host([found[kind] for kind in kinds])
     assert graph.getvalue() and "shape=rectangle" not in graph.getvalue(), "something was left to compute"
     assert waits.count == 0
+
+
+def restore_beside_passes(
+    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool
+) -> tuple[dict[int, list[int]], int, int]:
+    """Put a sequence back, from blocks that came from SSD but for the kv, while another one decodes, and go
+    on with both. Return their tokens, the steps that it took, and how often it waited for the device."""
+    runner = runner_of(folder, is_pipelined=is_pipelined)
+    blocks, row = runner.blocks, DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    found = blocks.cut(SequenceId(1), start=0, stop=16, kinds=kinds)
+    others = [kind for kind in kinds if kind is not RegionKind.KV]
+    read = blocks.to_host([found[kind] for kind in others])
+    told = [runner.run([Chunk(SequenceId(1), PROMPT[16:], row=row)])]
+    before, step_count = waits.count, 1
+    block = PlacedBlock(0, 16, {**found, **{region.kind: blocks.from_host(region) for region in read}})
+    restore = RestoreInput((block,), None, 0, None, 0, token_count=16, capacity_token_count=32)
+    blocks.begin_restore(SequenceId(2), restore)
+    while not blocks.continue_restore(SequenceId(2), budget_s=0.0):
+        step_count += 1
+    wait_count = waits.count - before
+    told += [runner.run([Chunk(SequenceId(2), PROMPT[16:], row=row)]), *(runner.run([]) for _ in range(6))]
+    runner.release([SequenceId(1), SequenceId(2)])
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+    for drawn in (drawn for result in told for drawn in result.drawn):
+        tokens[drawn.sequence_id].append(drawn.token_id)
+    return tokens, step_count, wait_count
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer a pass is what it took: each waited behind the pass in flight, and its time was over."""
+    folder, waits = tiny_model_dir(tmp_path, architecture), Waits(monkeypatch)
+    ahead = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=True)
+    waited = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=False)
+    tokens, step_count, wait_count = ahead
+    assert (step_count, wait_count) == (1, 0)
+    assert waited[1] > 1 and waited[2] >= waited[1], "the counter sees nothing"
+    assert tokens[1][:6] == tokens[2][:6] == waited[0][1][:6] == waited[0][2][:6]
+
+
+def test_a_long_restore_takes_a_step_for_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, it would keep those that decode from the device."""
+    folder, waits = tiny_model_dir(tmp_path, "llama"), Waits(monkeypatch)
+    whole = restore_beside_passes(folder, [RegionKind.KV], waits, is_pipelined=True)
+    monkeypatch.setattr(kv_blocks, "_RESTORED_BYTES", 1)
+    parts = restore_beside_passes(folder, [RegionKind.KV], waits, is_pipelined=True)
+    assert (parts[0], parts[2]) == (whole[0], 0) and parts[1] > 1
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_arrays_for_a_load_are_made_at_once_where_a_pass_is_in_flight(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined)
+    target = runner.blocks.begin_target(capacity_token_count=32)
+    assert runner.blocks.continue_target(target, budget_s=0.0) is is_pipelined
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_a_block_is_cut_in_parts_only_where_each_is_waited_for(
+    tmp_path: Path, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT)])
+    waits = Waits(monkeypatch)
+    cutting = runner.blocks.begin_cut(start=0, stop=16)
+    region = runner.blocks.continue_cut(SequenceId(1), cutting, budget_s=0.0)
+    assert (region is not None) is is_pipelined
+    assert bool(waits.count) is not is_pipelined
 
 
 def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:

@@ -11,20 +11,37 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.domain.request import Speculation
+from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk
-from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.core.ports import Chunk, PassResult
+from icehouse_server.engine.runner import model_loader, speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward import Attention, ForwardPass
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.speculation import Trial
 from icehouse_server.engine.sampling import top_p
 
 from tests.fixtures.models import tiny_model_dir
+from tests.unit.engine.runner.test_mixed_rows import runner_of
 
 PROMPT = tuple(3 + j * 7 % 290 for j in range(12))
+
+
+class SteppedClock:
+    """Stands still but for what a test adds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
 
 
 class TickingClock:
@@ -41,7 +58,7 @@ class TickingClock:
 
 
 def runner_at(
-    path: Path, clock: TickingClock, *, is_pipelined: bool, attention: Attention = Attention.ROWS
+    path: Path, clock: Clock, *, is_pipelined: bool, attention: Attention = Attention.ROWS
 ) -> ModelRunner:
     source = model_loader.ModelSource(path=tiny_model_dir(path, "llama"), model_id="tiny")
     runner = ModelRunner(
@@ -90,6 +107,28 @@ def test_the_times_of_passes_never_overlap(tmp_path: Path, is_pipelined: bool) -
     assert min(passes) >= 1.0 and sum(passes) <= clock.monotonic() - began
     # Each look at the clock is a second: one as a pass is built, one as it ends.
     assert max(passes[1:]) <= 2.0, passes
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_building_a_pass_for_an_idle_device_is_no_time_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pipelined: bool
+) -> None:
+    """A CPU computes attention while a pass is built, so there it is one time."""
+    clock = SteppedClock()
+    runner = runner_at(tmp_path, clock, is_pipelined=is_pipelined)
+    build = ForwardPass.run
+
+    def built(*args: Any) -> Any:
+        clock.now += 100.0
+        return build(*args)
+
+    monkeypatch.setattr(ForwardPass, "run", built)
+    runner.open(SequenceId(1))
+    results = [runner.run([Chunk(SequenceId(1), PROMPT)])]
+    clock.now += 5.0
+    if is_pipelined:
+        results.append(runner.run([]))
+    assert [result.elapsed_s for result in results] == ([0.0, 5.0] if is_pipelined else [100.0])
 
 
 def test_a_pass_has_ended_by_its_number_only_once_it_was_waited_for(tmp_path: Path) -> None:
@@ -203,6 +242,162 @@ def test_where_a_pass_is_waited_for_top_p_is_found_on_the_host(
     guess_count = sum(runner.run([]).drafted_count for _ in range(3))
     assert (guess_count > 0) is (speculation is not None)
     assert bool(searches) is (is_pipelined and speculation is None)
+
+
+REPETITIVE = tuple(range(3, 23)) * 4
+"""Whatever is drawn behind it, something followed it before."""
+
+
+def drawn_beside_a_guesser(
+    runner: ModelRunner, speculation: Speculation | None
+) -> tuple[dict[int, list[int]], list[PassResult]]:
+    """Let a row that may guess and one that does not decode together; return the tokens of each, and what
+    each pass came to."""
+    chunks = []
+    for number, asked in ((1, speculation), (2, None)):
+        runner.open(SequenceId(number))
+        row = DecodeRow(SamplingParams(), prompt_token_ids=REPETITIVE, speculation=asked)
+        chunks.append(Chunk(SequenceId(number), REPETITIVE, row=row, speculation=asked))
+    results = [runner.run(chunks), *(runner.run([]) for _ in range(40))]
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+    for drawn in (drawn for result in results for drawn in result.drawn):
+        tokens[drawn.sequence_id].append(drawn.token_id)
+    return tokens, results
+
+
+def always_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=-9))
+
+
+ASKED = Speculation(8, ngram_token_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "guesses"),
+    [
+        ("llama", Attention.ROWS, True),
+        ("llama", Attention.SLAB, True),
+        ("llama", Attention.PAGES, True),
+        ("gemma3_text", Attention.PAGES, True),
+        # Caches with windows or states cannot be cut while guesses lie behind what is known.
+        ("gemma3_text", Attention.ROWS, False),
+        ("lfm2", Attention.ROWS, False),
+    ],
+)
+def test_a_row_that_guesses_keeps_no_other_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, attention: Attention, guesses: bool
+) -> None:
+    """It waits by itself: in the pass that is dispatched behind its guesses only others are fed."""
+    always_guess(monkeypatch)
+    folder = tiny_model_dir(tmp_path, architecture)
+    plain, _ = drawn_beside_a_guesser(runner_of(folder, is_pipelined=True, attention=attention), None)
+    order = Order(monkeypatch)
+    tokens, results = drawn_beside_a_guesser(runner_of(folder, is_pipelined=True, attention=attention), ASKED)
+    place = {event: number for number, event in enumerate(order.events)}
+    last = sum(event.startswith("dispatch") for event in place) - 1
+    assert all(place[f"dispatch {n + 1}"] < place[f"read {n}"] for n in range(last - 40, last))
+    assert all(result.is_behind for result in results)
+    told = [{drawn.sequence_id for drawn in result.drawn} for result in results[1:]]
+    assert all(2 in each for each in told), "the other one draws in each pass"
+    count = min(len(tokens[1]), len(plain[1]))
+    assert tokens[1][:count] == plain[1][:count] and count > 15
+    assert tokens[2] == plain[2]
+    assert bool(sum(result.drafted_count for result in results)) is guesses
+    assert (told.count({1, 2}) <= 21) is guesses
+
+
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+def test_a_block_is_cut_where_guesses_are_in_flight_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attention
+) -> None:
+    """A request may end, or be parked, before it is known which of them are right."""
+    always_guess(monkeypatch)
+    architecture = "llama" if attention is Attention.ROWS else "gemma3_text"
+    kinds = [RegionKind.KV, *([RegionKind.WINDOW] if architecture == "gemma3_text" else [])]
+    folder, found = tiny_model_dir(tmp_path, architecture), []
+    prompt = tuple(range(3, 291)) * 2  # whatever is drawn, something followed it before
+    for asked in (None, ASKED):
+        runner = runner_of(folder, is_pipelined=True, attention=attention)
+        for number in (1, 2):
+            runner.open(SequenceId(number))
+        runner.run([Chunk(SequenceId(1), prompt[:512])])
+        plain = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=prompt, speculation=asked)
+        runner.run([Chunk(SequenceId(2), PROMPT, row=plain)])
+        runner.run([Chunk(SequenceId(1), prompt[512:], row=row, speculation=asked)])
+        for _ in range(2):
+            runner.run([])
+        in_flight = runner._pipeline._in_flight
+        assert in_flight is not None and bool(in_flight.drafted_count) is (asked is not None)
+        cut = runner.blocks.cut(SequenceId(1), start=512, stop=576, kinds=kinds)
+        found.append(runner.blocks.to_host([cut[kind] for kind in kinds]))
+    for one, other in zip(*found, strict=True):
+        assert [bytes(tensor.data) for tensor in one.tensors] == [bytes(t.data) for t in other.tensors]
+
+
+def test_a_row_that_guesses_alone_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would run ahead meanwhile."""
+    always_guess(monkeypatch)
+    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=True)
+    asked = ASKED
+    prompt = tuple(range(3, 290)) * 2
+    row = DecodeRow(SamplingParams(), prompt_token_ids=prompt, speculation=asked)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), prompt, row=row, speculation=asked)])
+    results = [runner.run([]) for _ in range(8)]
+    assert not any(result.is_behind for result in results) and all(result.drawn for result in results)
+    assert sum(result.drafted_count for result in results) > 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "kind"),
+    [
+        (
+            Chunk(
+                SequenceId(2),
+                PROMPT[:6],
+                next_token_ids=PROMPT[1:7],
+                wanted=LogprobsWanted(top_count=2, of_prompt=True),
+            ),
+            "measured",
+        ),
+        (Chunk(SequenceId(2), PROMPT[:6], pooling=Pooling.MEAN), "pooled"),
+    ],
+    ids=["measured", "pooled"],
+)
+def test_what_is_measured_and_pooled_is_read_with_its_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: Chunk, kind: str
+) -> None:
+    """It was waited for, by all that decode beside it."""
+    told: list[list[Any]] = []
+    for is_pipelined in (True, False):
+        runner = runner_at(tmp_path / str(is_pipelined), TickingClock(), is_pipelined=is_pipelined)
+        for number in (1, 2):
+            runner.open(SequenceId(number))
+        row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+        runner.run([Chunk(SequenceId(1), PROMPT, row=row)])
+        with monkeypatch.context() as patched:
+            order = Order(patched)
+            results = [runner.run([chunk]), runner.run([]), runner.run([])]
+        told.append([getattr(result, kind) for result in results])
+        if is_pipelined:
+            order.events = [event for event in order.events if "tolist" not in event]
+            assert order.events[:5] == ["dispatch 0", "wait 1", "read 1", "dispatch 2", "wait 0"]
+    (ahead, at_once) = told
+    assert [bool(each) for each in ahead] == [False, True, False]
+    assert [bool(each) for each in at_once] == [True, False, False]
+    one, other = ahead[1][SequenceId(2)], at_once[0][SequenceId(2)]
+    assert list(one) == list(other) and len(one) > 1
+
+
+def test_nothing_is_told_of_a_chunk_whose_sequence_was_released(tmp_path: Path) -> None:
+    """Its name may be another one's, or its own anew, when its pass is read."""
+    runner = runner_at(tmp_path, TickingClock(), is_pipelined=True)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT, pooling=Pooling.MEAN)])
+    runner.release([SequenceId(1)])
+    runner.open(SequenceId(1))
+    assert not runner.run([Chunk(SequenceId(1), PROMPT[:3])]).pooled
 
 
 def seated_counts(

@@ -55,6 +55,23 @@ def test_a_row_that_stopped_comes_back_when_its_guesses_would_have_come_true() -
     assert row.is_guessing and row.look_up(100) == [55, 50, 51, 52, 53, 54][: len(row.look_up(100))]
 
 
+@pytest.mark.parametrize("accepted_count", [1, 2])
+def test_a_row_that_waits_for_its_guesses_is_judged_by_what_it_gains(accepted_count: int) -> None:
+    """In the pass that it waits it would have drawn a token."""
+    row = row_of([*_ROUND, 10])
+    for _ in range(4):
+        row.note_wait()
+        row.take([11], guess_count=4, accepted_count=accepted_count)
+    assert row.is_guessing is (accepted_count == 2)
+
+
+def test_a_row_that_is_not_asked_is_not_judged() -> None:
+    row = row_of([50, 51])
+    for token_id in (52, 53, 54, 55):
+        row.take([token_id], guess_count=0, accepted_count=0, was_asked=False)
+    assert row.is_guessing
+
+
 def test_a_draft_model_that_still_reads_the_prompt_is_not_judged() -> None:
     drafted = DraftedRow(Row([]))
     asked = Speculation(draft_token_limit=4, drafting=Drafting.DRAFT_MODEL)
