@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.gather import GatherAttention
-from icehouse_server.engine.attention.gpu.launch import find_gpu_attention
+from icehouse_server.engine.attention.gpu.launch import gpu_attentions
+from icehouse_server.engine.attention.gpu.trial import prove
 from icehouse_server.engine.attention.port import PagedAttention, PoolShape
+
+_log = logging.getLogger("icehouse.engine")
 
 _CUDNN_HEAD_SIZE_LIMIT = 128
 """What cuDNN attends to as of MLX 0.32, in 16 bits; the head size is a multiple of 8."""
@@ -17,6 +22,14 @@ def shapes_are_costly(shape: PoolShape) -> bool:
     return is_cudnn and shape.head_size % 8 == 0 and find_backend() is Backend.CUDA
 
 
-def backend_for(shape: PoolShape) -> PagedAttention:
-    """Return the device's kernels, or plain MLX where it has none."""
-    return find_gpu_attention() or GatherAttention()
+def backend_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> PagedAttention:
+    """Return the device's kernels where they are proved for such layers, or plain MLX."""
+    if query_head_count % shape.kv_head_count:
+        query_head_count = shape.kv_head_count  # config.json does not tell it
+    gather = GatherAttention()
+    for kernels in gpu_attentions():
+        why = prove(shape, query_head_count, backend=kernels, reference=gather, has_sinks=has_sinks)
+        if not why:
+            return kernels
+        _log.warning("pages_unproved", extra={"detail": why})
+    return gather

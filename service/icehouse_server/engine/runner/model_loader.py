@@ -284,6 +284,11 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
 
 
+def has_sinks(model: Any) -> bool:
+    """Tell whether the model's attention has sinks, logits that only take weight."""
+    return any("sink" in name for name, _ in parameters_of(model))
+
+
 def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
     """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
     return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)

@@ -160,7 +160,7 @@ class ModelRunner:
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
-        self._page(self._page_groups)
+        self._page(self._page_groups, loaded)
         if self._paging is not None:
             self._warm_up(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
@@ -369,12 +369,16 @@ class ModelRunner:
         """Return how many layers keep KV of unlimited context."""
         return len(slab_places(self._facts.caches, self.fresh_caches()))
 
-    def _page(self, facts: Sequence[GroupFacts]) -> None:
+    def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
         wanted = self._settings.attention
         if wanted is not Attention.PAGES and not (wanted is Attention.AUTO and self._settings.is_pipelined):
             return
-        backends = [backend_for(each.shape) for each in facts]
+        head_count = model_loader.shape_of(loaded).head_count
+        has_sinks = model_loader.has_sinks(loaded.model)
+        backends = [
+            backend_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
+        ]
         if not backends:
             _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
             return

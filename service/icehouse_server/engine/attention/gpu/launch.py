@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -40,13 +40,16 @@ MakeKernel = Callable[..., Any]
 _Kernel = Callable[..., list[mx.array]]
 
 
-def find_gpu_attention() -> GpuAttention | None:
-    """Return the kernels of the device that MLX computes on, None where it is no GPU."""
+def gpu_attentions() -> Iterator[GpuAttention]:
+    """Yield the kernels of the device that MLX computes on, the best made first; none on a CPU."""
     if mx.default_device().type != mx.DeviceType.gpu:
-        return None
-    if mx.cuda.is_available():
-        return GpuAttention(nvrtc.make_kernel if nvrtc.is_available() else mx.fast.cuda_kernel, CUDA)
-    return GpuAttention(mx.fast.metal_kernel, METAL)
+        return
+    if mx.metal.is_available():
+        yield GpuAttention(mx.fast.metal_kernel, METAL)
+        return
+    if nvrtc.is_available():
+        yield GpuAttention(nvrtc.make_kernel, CUDA)
+    yield GpuAttention(mx.fast.cuda_kernel, CUDA)
 
 
 def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) -> int:
