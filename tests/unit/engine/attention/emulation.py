@@ -1,9 +1,9 @@
 """Emulation of MLX's custom kernels: runs their bodies as C++, on any machine with a C++20 compiler.
 
-`make_kernel` has the signature of `mx.fast.cuda_kernel`. Each thread of a block is a coroutine: it stops where
-lanes exchange a number and at barriers, and the emulation sees to it that all lanes of a warp stop at the
-same one. Blocks run one after the other. Outputs begin as NaN, and inputs are given as they lie in memory, so
-that a kernel may write to one in place.
+`make_kernel` has the signature of `mx.fast.cuda_kernel`. Each thread of a block is a coroutine: it stops
+where lanes exchange a number and at barriers, and the emulation sees to it that all lanes of a warp stop at
+the same one. Blocks run one after the other. Outputs begin as NaN, and inputs are given as they lie in
+memory, so that a kernel may write to one in place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ struct Exchange {
     self.state = State::exchanging;
   }
   // Two sets of slots in turn: a lane that goes on first must not write over what another has yet to read.
-  float await_resume() { const int turn = self.turn; self.turn = 1 - turn; return self.block->slots[turn][self.index ^ mask]; }
+  float await_resume() {
+    const int turn = self.turn;
+    self.turn = 1 - turn;
+    return self.block->slots[turn][self.index ^ mask];
+  }
 };
 struct Barrier {
   Thread& self;
@@ -160,7 +164,6 @@ class Emulation:
         ) -> list[mx.array]:
             assert threadgroup[1:] == (1, 1) and grid[0] % threadgroup[0] == 0
             lines, arguments = [], []
-            arrays = [*inputs]
             for input_name, array in zip(input_names, inputs, strict=True):
                 lines.append(f"const {_TYPES[array.dtype]}* {input_name}")
                 arguments.append(_memory(array))
@@ -177,7 +180,6 @@ class Emulation:
             assert library.run(*groups, threadgroup[0], pointers), (
                 f"lanes of a warp of {name} went different ways"
             )
-            del arrays
             return [mx.array(each).view(dtype) for each, dtype in zip(outputs, output_dtypes, strict=True)]
 
         return launch
@@ -194,7 +196,8 @@ class Emulation:
         types = [line.rsplit(" ", 1)[0] for line in lines]
         casts = ", ".join(f"({each})arguments[{i}]" for i, each in enumerate(types))
         text = (
-            f"{header}\n{constants}\nstatic Lane body(Thread& self, {', '.join(lines)}) {{\n{source}\nco_return;\n}}\n"
+            f"{header}\n{constants}\nstatic Lane body(Thread& self, {', '.join(lines)}) {{\n"
+            f"{source}\nco_return;\n}}\n"
             'extern "C" int run(int x, int y, int z, int threads, void** arguments) {\n'
             f"  return launch(x, y, z, threads, [&](Thread& self) {{ return body(self, {casts}); }});\n}}\n"
         )
