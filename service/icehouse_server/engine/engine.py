@@ -194,7 +194,6 @@ class Engine:
             chunk_ends_at_last_block=prefix.cache.checkpoint_block_token_count,
             measured_chunk_token_count=measured,
             layer_count=self._runner.layer_count(),
-            ends_layers_in_time=self._runner.ends_layers_in_time(),
         )
         guard = MemoryGuard(
             memory_model,

@@ -174,7 +174,7 @@ class Pipeline:
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:
-            if chunk.layers is not None and (is_ahead or not fed):
+            if chunk.layers is not None and not fed:
                 current.arrays += self._through_layers(sequence, chunk.token_ids, chunk.layers)
             elif chunk.layers is not None:
                 current.layered.append((sequence, chunk))
@@ -189,6 +189,7 @@ class Pipeline:
             assert asked is not None, "It goes through all layers with the others"
             current.wait()
             began, now = current.began_time, self._clock.monotonic()
+            current.layers_began_s = now - began
             last = asked.first
             while last < asked.last:
                 mx.eval(
@@ -308,6 +309,7 @@ class Pipeline:
             measured={sequence_id: arrays.read() for sequence_id, arrays in ended.measured.items()},
             pooled=ended.pooled_vectors(),
             went_through=ended.went_through,
+            layers_began_s=ended.layers_began_s,
             drafted_count=ended.drafted_count,
             elapsed_s=ended.elapsed_s,
             is_behind=is_behind,
