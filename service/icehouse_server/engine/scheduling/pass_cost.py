@@ -212,8 +212,8 @@ class PassCostLearner:
         return self._cost
 
     def trusted_tokens(self, start: int, *, budget_s: float, beside: PassSize = NOTHING) -> float:
-        """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass that
-        holds something already; 0 before any.
+        """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass
+        that holds something already; 0 before any.
 
         Further than that it may go where it would keep the budget even if nothing were fixed.
         """
@@ -234,9 +234,8 @@ class PassCostLearner:
     def is_told_by(self, token_count: float) -> bool:
         """Whether the passes so far tell what is fixed from what grows, or would after one of this size."""
         counts = [measured.size.token_count for measured in self._living()]
-        return not counts or max(*counts, token_count) >= self._policy.telling_spread * min(
-            *counts, token_count
-        )
+        spread = self._policy.telling_spread
+        return not counts or max(*counts, token_count) >= spread * min(*counts, token_count)
 
     def _keep(self, measured: _Measured) -> None:
         made = collections.deque[_Measured](maxlen=self._policy.kept_count)

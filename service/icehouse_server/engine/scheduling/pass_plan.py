@@ -1,4 +1,4 @@
-"""Pass plan: the rows and chunks of one forward pass and what it is expected to take, from plan to publish."""
+"""Pass plan: the rows and chunks of one forward pass, and what it is expected to take."""
 
 from __future__ import annotations
 

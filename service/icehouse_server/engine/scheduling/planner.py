@@ -59,7 +59,6 @@ class PassPlanner:
         self._restore_debt_s = 0.0
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
-        self._counts_beside = collections.deque([policy.first_beside_count], maxlen=policy.beside_kept_count)
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
             maxlen=policy.rows_kept_count
         )
@@ -75,19 +74,21 @@ class PassPlanner:
             self._rows_passes.append((size, elapsed_s))
             self._alone_passes.append((size, elapsed_s))
         elif size.draw_count and (expected_s := self.seconds(size)):
-            overrun = elapsed_s / (self._policy.usual_overrun * expected_s)
-            self._slowness += self._policy.slowness_weight * (max(1.0, overrun) - self._slowness)
+            self._note_slowness(elapsed_s / expected_s)
         self._costs.note(size, elapsed_s)
+
+    def _note_slowness(self, ratio: float) -> None:
+        """Note what a pass of rows and prompts took of what was expected. One that took far longer was held
+        up by something that is likely to be over with it, such as a compilation, and counts for no more."""
+        policy = self._policy
+        overrun = min(max(1.0, ratio / policy.usual_overrun), policy.surprise_factor)
+        self._slowness += policy.slowness_weight * (overrun - self._slowness)
 
     def note_beside_layers(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from what the rest of a pass took before a chunk went through some layers in it."""
         if size.draw_count == size.token_count:
             self._rows_passes.append((size, elapsed_s))
         self._costs.note(size, elapsed_s)
-
-    def note_cut_beside(self, token_count: int) -> None:
-        """Learn how many prompt tokens ran beside decoding rows where there were more to run."""
-        self._counts_beside.append(token_count)
 
     def is_crowd(self, waiting_for_each_row: float) -> bool:
         """Tell whether so many that wait for their first token, for each row that decodes, are a crowd."""
@@ -132,10 +133,9 @@ class PassPlanner:
             # Others' work lasts longer than a pass, and the next one is likely to be as slow as the last.
             slowed_s = (rows_s + extra_s) / self._slowness - rows_s
             extra_s = max(slowed_s, policy.least_extra * extra_s)
-        tried = int(policy.beside_growth * max(self._counts_beside)) + limits.grid_token_count
         return RoomBeside(
             self._costs,
-            dataclasses.replace(limits, token_count=min(tried, limits.token_count)),
+            limits,
             policy,
             rows=rows,
             limit_s=rows_s + extra_s - spent_s,
@@ -323,8 +323,8 @@ class RoomBeside(PassRoom):
         layers_s: float,
         within_s: float,
     ) -> None:
-        """`most_s`: how long the pass may take where less would hardly bring a prompt on. `layers_s`: time for
-        layers of a chunk that begins now; 0 where none is to begin."""
+        """`most_s`: how long the pass may take where less would hardly bring a prompt on. `layers_s`: time
+        for layers of a chunk that begins now; 0 where none is to begin."""
         super().__init__(costs, limits, policy, rows=rows)
         self._planned_s, self._promised_s = limit_s, most_s
         self._layers_s, self.within_s = layers_s, within_s

@@ -1,4 +1,4 @@
-"""Policy of passes: every number that planning and its learning go by. What is not here is measured or set."""
+"""Policy of passes: every number that planning and its learning go by; the rest is measured or set."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PassPolicy:
     crowd_per_row: float = 0.2
     """More sequences than this that wait, for each one that decodes, are a crowd."""
     used_share: float = 0.78
-    """Of the time beyond that of the rows which a pass may take: what is expected is not always what it takes,
-    the rows grow meanwhile, and publishing and capturing take some too."""
+    """Of the time beyond that of the rows which a pass may take: what is expected is not always what it
+    takes, the rows grow meanwhile, and publishing and capturing take some too."""
     least_grown: float = 0.4
     """Of the time beyond that of the rows, where these have grown since they were alone."""
     least_extra: float = 0.4
@@ -58,20 +58,14 @@ class PassPolicy:
     for, in one piece of a prompt that would take as many passes."""
 
     # Who shares a pass.
+    pass_memory_share: float = 1.0 / 16.0
+    """Of what the weights leave of the memory, for the activations of a pass of several chunks."""
     oldest_share: float = 0.25
     """Of a pass's prompt tokens, while shorter prompts go first."""
 
     # What is learned, and how far it is believed.
     first_token_count: int = 64
     """Prompt tokens of the first pass, before any was measured."""
-    first_beside_count: int = 16
-    """Prompt tokens of the first pass beside rows."""
-    beside_growth: float = 1.5
-    """Beside rows a pass holds at most so many times the prompt tokens that one of the last few held: where
-    the machine was busy while one size was measured and not while another was, what is expected of a much
-    longer pass may be wrong, and each row would wait for it."""
-    beside_kept_count: int = 4
-    """So many of the last ones."""
     rows_kept_count: int = 9
     """Passes of rows that tell what they take now."""
     kept_count: int = 6
@@ -83,8 +77,8 @@ class PassPolicy:
     surprise_count: int = 12
     long_surprise_count: int = 3
     long_surprise_s: float = 2.0
-    """So many surprises in a row, in one direction, are a change of speed, though their sizes had been measured
-    before; fewer are where they took so long together."""
+    """So many surprises in a row, in one direction, are a change of speed, though their sizes had been
+    measured before; fewer are where they took so long together."""
     change_age: int = 32
     """Passes of before a change are so much older."""
     prior_weight: float = 0.03
@@ -100,3 +94,5 @@ class PassPolicy:
 
 
 POLICY = PassPolicy()
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9)
+"""A GPU's passes take what is expected of them, and it computes them while the host publishes."""

@@ -57,6 +57,7 @@ class SchedulerLimits:
     """Layers of the model that a chunk may go through in turns of passes; 0 where it must go through all."""
     whole_token_count: int = 128
     """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
+    policy: PassPolicy = POLICY
 
     @property
     def most_pass_token_count(self) -> int:
@@ -67,9 +68,8 @@ class SchedulerLimits:
 class Scheduler:
     """Holds the waiting, preparing and decoding sequences and plans what runs."""
 
-    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue, policy: PassPolicy = POLICY) -> None:
+    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         self.limits = limits
-        self._policy = policy
         self._queue = queue
         self._following: dict[SequenceId, Sequence] = {}
         self._loading: dict[SequenceId, Sequence] = {}
@@ -85,7 +85,7 @@ class Scheduler:
                 is_padded=limits.pads_attention,
                 whole_token_count=limits.whole_token_count,
             ),
-            policy,
+            limits.policy,
         )
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
 
@@ -270,7 +270,7 @@ class Scheduler:
         first = prompts[0]
         oldest = min(prompts, key=lambda s: s.sequence_id)
         if oldest is not first and oldest.request.tenant == first.request.tenant:
-            self._extend(oldest, stops, layers, room, share=self._policy.oldest_share)
+            self._extend(oldest, stops, layers, room, share=self.limits.policy.oldest_share)
         for before, sequence in itertools.pairwise((first, *prompts)):
             has_ended = stops.get(before.sequence_id) == before.input_end
             if has_ended and before.request.tenant != sequence.request.tenant:
@@ -296,13 +296,9 @@ class Scheduler:
 
     def note_run(self, plan: PassPlan) -> None:
         """Account for the chunks of a pass, and for prompts that wait while tokens of younger ones run."""
-        stops = {chunk.sequence.sequence_id: chunk.stop for chunk in plan.chunks}
-        is_cut = any(stops.get(s.sequence_id, 0) < s.input_end for s in self._prefilling.values())
-        layered = [chunk.layers for chunk in plan.chunks if chunk.layers is not None]
-        for layers in layered:
-            self._layered.note(layers)
-        if self._decoding and is_cut and not layered:
-            self._planner.note_cut_beside(sum(chunk.token_count for chunk in plan.chunks))
+        for chunk in plan.chunks:
+            if chunk.layers is not None:
+                self._layered.note(chunk.layers)
         for sequence in self._prefilling.values():
             sequence.overtaken_token_count += sum(
                 chunk.token_count
@@ -313,8 +309,8 @@ class Scheduler:
     def note_time(
         self, plan: PassPlan, elapsed_s: float, *, guess_count: int = 0, layers_began_s: float = 0.0
     ) -> None:
-        """Learn from a pass that ran: how many guesses its rows fed besides, and after what time a chunk in it
-        began to go through some layers."""
+        """Learn from a pass that ran: how many guesses its rows fed besides, and after what time a chunk in
+        it began to go through some layers."""
         size = plan.size.with_guesses(guess_count)
         if not size.token_count:
             return

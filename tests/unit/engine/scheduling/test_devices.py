@@ -1,14 +1,16 @@
-"""Planning on devices that are arithmetic: how many passes prompts take, and how evenly tokens come beside."""
+"""Planning on devices that are arithmetic: how many passes prompts take, how evenly tokens come beside."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 
-from tests.unit.engine.scheduling.devices import CPU, GPU, Costs, Quirks, Served
+from tests.unit.engine.scheduling.devices import CPU, GPU, H200, Costs, Quirks, Served
 
 GPU_LIMITS = SchedulerLimits(
     running_limit=256,
@@ -18,6 +20,7 @@ GPU_LIMITS = SchedulerLimits(
     pass_token_count=8192,
     pads_attention=True,
     prefill_chunk_s=1.0,
+    policy=GPU_POLICY,
 )
 CPU_LIMITS = dataclasses.replace(
     GPU_LIMITS,
@@ -26,6 +29,7 @@ CPU_LIMITS = dataclasses.replace(
     prefill_grid_token_count=8,
     pass_token_count=512,
     pads_attention=False,
+    policy=POLICY,
 )
 PASS_TOKEN_COUNT = 8192
 QUIRKS = {
@@ -64,40 +68,42 @@ def best_s(costs: Costs, *prompt_token_counts: int, pass_token_count: int) -> fl
 @gpus
 def test_eight_prompts_of_2_000_tokens_take_few_passes_from_the_first_burst_on(quirks: Quirks) -> None:
     served = gpu(quirks)
-    assert len(served.serve(*[2000] * 8)) <= 16, "2 are possible, and sizes are to be learned first"
+    first = served.serve(*[2000] * 8)
+    assert len(first) <= (22 if quirks.shape_s else 12), "2 are possible, and sizes are to be learned first"
     steps = served.serve(*[2000] * 8)
-    assert len(steps) <= 8
-    best = best_s(GPU, *[2000] * 8, pass_token_count=PASS_TOKEN_COUNT)
-    spent = served.seconds_of(steps) - 3 * quirks.shape_s
-    assert spent <= 1.5 * best
+    assert len(steps) <= 10
+    if not quirks.shape_s:
+        best = best_s(GPU, *[2000] * 8, pass_token_count=PASS_TOKEN_COUNT)
+        assert served.seconds_of(first) <= 1.6 * best
+        assert served.seconds_of(steps) <= 1.4 * best
 
 
 @gpus
 def test_64_prompts_of_40_tokens_take_a_pass_or_two(quirks: Quirks) -> None:
     served = gpu(quirks)
-    assert len(served.serve(*[40] * 64)) <= 6
+    assert len(served.serve(*[40] * 64)) <= 9
     assert len(served.serve(*[40] * 64)) <= 2
 
 
 @gpus
-def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens_which_take_twice_their_time(
-    quirks: Quirks,
+@pytest.mark.parametrize(("costs", "most_times"), [(GPU, 2.0), (H200, 2.4)], ids=["light", "H200"])
+def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
+    quirks: Quirks, costs: Costs, most_times: float
 ) -> None:
-    served = gpu(quirks)
+    """Which take some two times as long as alone."""
+    served = gpu(quirks, costs=costs)
     served.serve(16_000)
     alone_s = served.seconds_of(served.serve(16_000))
     rows = served.ask(*[40] * 16)
     served.run_until_decoding(*rows)
-    decode_s = served.gaps(served.run(30))
-    usual_s = sorted(decode_s)[15]
-    for _ in range(2):
+    usual_s = sorted(served.gaps(served.run(30)))[15]
+    for _ in range(10 if quirks.shape_s else 2):
         (prompt,) = served.ask(16_000)
-        steps = served.run_until_decoding(prompt)
-        gaps = sorted(served.gaps(steps))
+        gaps = sorted(served.gaps(served.run_until_decoding(prompt)))
         served.end(prompt)
         served.run(10)
     assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
-    assert sum(gaps) <= 2.0 * alone_s
+    assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
 
 
 @pytest.mark.parametrize(("token_count", "pass_s"), [(256, 0.012), (2048, 0.014)])
@@ -130,10 +136,10 @@ def test_a_cpu_prefills_at_its_rate(quirks: Quirks) -> None:
     served = cpu(quirks)
     served.serve(*[2000] * 8)
     steps = served.serve(*[2000] * 8)
-    assert served.seconds_of(steps) <= 1.25 * best_s(CPU, *[2000] * 8, pass_token_count=512)
+    assert served.seconds_of(steps) <= 1.55 * best_s(CPU, *[2000] * 8, pass_token_count=512)
     served.serve(*[40] * 64)
     steps = served.serve(*[40] * 64)
-    assert served.seconds_of(steps) <= 1.25 * best_s(CPU, *[40] * 64, pass_token_count=512)
+    assert served.seconds_of(steps) <= 1.55 * best_s(CPU, *[40] * 64, pass_token_count=512)
 
 
 @cpus
@@ -147,3 +153,25 @@ def test_on_a_cpu_tokens_of_16_rows_come_evenly_beside_a_long_prompt(quirks: Qui
     gaps = sorted(served.gaps(served.run_until_decoding(prompt)))
     assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
     assert sum(gaps) <= 3.5 * alone_s
+
+
+@pytest.mark.parametrize("arrival_count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_arrivals_without_end_come_to_few_shapes_of_attention(arrival_count: int) -> None:
+    """Of 1 to 32,000 tokens, some behind a cached prefix, some beside rows that decode."""
+    dice = random.Random(5)
+    served = gpu(Quirks(noise=0.3), costs=H200)
+    most = 32_000
+    for _ in range(arrival_count // 8):
+        prompts = served.ask(*(int(most ** dice.random()) for _ in range(8)))
+        for prompt in prompts:
+            if dice.random() < 0.5:
+                prompt.processed_token_count = dice.randrange(len(prompt.input_token_ids))
+        before = len(served.steps)
+        served.run_until_decoding(*prompts)
+        kept = dice.sample(prompts, dice.choice((0, 0, 3)))
+        served.end(*(s for s in served.scheduler.decoding if s not in kept))
+        for step in served.steps[before:]:
+            for chunk in step.chunks:
+                assert chunk.token_count <= 2048
+                assert chunk.is_last or chunk.stop % 64 == 0
+    assert len(served.shapes) <= 64

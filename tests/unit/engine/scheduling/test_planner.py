@@ -16,7 +16,6 @@ def learned(*, grid_token_count: int = 1) -> PassPlanner:
         note(planner, 0)
         for count in (64, 16, 32):
             note(planner, count)
-            planner.note_cut_beside(count)
     return planner
 
 
