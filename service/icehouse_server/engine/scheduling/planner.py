@@ -13,14 +13,10 @@ import collections
 import dataclasses
 import math
 import statistics
-from typing import Final
 
-from icehouse_server.engine.attention.padding import padded_key_length, padded_query_length
+from icehouse_server.engine.attention.padding import LONG_BORDER, SHORT_BORDER, padding_of
 from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassCostLearner, PassSize
 from icehouse_server.engine.scheduling.policy import PassPolicy
-
-PADDED_LENGTHS: Final = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Tokens of a chunk that time cuts where attention's shapes are to be few."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,18 +31,17 @@ class PassLimits:
     grid_token_count: int
     """Where time cuts a chunk its length is a multiple of this, if there is room for so many."""
     is_padded: bool = False
-    """Whether attention pads chunks, so that its shapes are few: one that time cuts has one of
-    `PADDED_LENGTHS`, counted from the grid."""
+    """Whether attention pads chunks that are longer than the grid, so that its shapes are few."""
     whole_token_count: int = 0
     """Prompts of fewer tokens go through all layers at once, however few of them a pass has room for."""
 
     def size_of_chunk(self, start: int, token_count: int, *, draw_count: int = 0) -> PassSize:
         """Return the size of a chunk of one sequence on top of `start` tokens, padding included."""
         size = PassSize.of_chunk(start, token_count, draw_count=draw_count)
-        if not self.is_padded or not token_count:
+        if not self.is_padded or token_count <= self.grid_token_count:
             return size
-        queries = padded_query_length(token_count)
-        return dataclasses.replace(size, score_count=queries * padded_key_length(start + queries))
+        padded = padding_of(start, token_count)
+        return dataclasses.replace(size, score_count=padded.query_count * padded.key_count)
 
 
 class PassPlanner:
@@ -215,10 +210,11 @@ class PassRoom:
         return grid if self._keeps_promise(grid, start) else max(tokens, 1)
 
     def _cut_padded(self, count: int, left: float, start: int, *, is_first: bool) -> int:
-        """Return the same where the chunk ends on the grid: of the usual lengths that fit the one with the
-        best rate, which padding may make another one than the longest."""
-        behind = start % self._limits.grid_token_count
-        usual = [length - behind for length in PADDED_LENGTHS if length - behind <= count] or [count]
+        """Return the same where attention pads the chunk: of the ends on its borders, and on the grid before
+        the first one, the one with the best rate, since padding may make the longest chunk a dear one."""
+        grid, behind = self._limits.grid_token_count, start % SHORT_BORDER
+        ends = [*range(grid, SHORT_BORDER, grid), *range(SHORT_BORDER, 2 * LONG_BORDER + 1, SHORT_BORDER)]
+        usual = [end - behind for end in ends if 0 < end - behind <= count] or [count]
         fitting = [n for n in usual if n <= left and self._fits(n, start)]
         if not fitting:
             return usual[0] if is_first else 0

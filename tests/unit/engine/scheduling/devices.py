@@ -7,7 +7,7 @@ import itertools
 import random
 
 from icehouse_server.domain.ids import SequenceId, Tenant
-from icehouse_server.engine.attention.padding import padded_key_length, padded_query_length
+from icehouse_server.engine.attention.padding import padding_of
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
@@ -78,6 +78,8 @@ class Step:
     chunks: tuple[PrefillChunk, ...]
     row_count: int
     end_s: float
+    shape_count: int
+    """New shapes of attention."""
 
 
 class Served:
@@ -148,7 +150,8 @@ class Served:
         row_count = scheduler.decoding_count
         began = self._now
         self._now += quirks.host_s
-        end = max(self._now, self._device_end) + self._taken_s(plan)
+        shape_count = self._new_shape_count(plan)
+        end = max(self._now, self._device_end) + self._taken_s(plan) + quirks.shape_s * shape_count
         self._device_end = end
         scheduler.note_run(plan)
         if quirks.runs_ahead:
@@ -163,7 +166,7 @@ class Served:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
                 scheduler.start_decoding(chunk.sequence)
-        self.steps.append(Step(plan.chunks, row_count, end))
+        self.steps.append(Step(plan.chunks, row_count, end, shape_count))
         return self.steps[-1]
 
     def _see_end(self, plan: PassPlan, began: float, end: float) -> None:
@@ -178,8 +181,12 @@ class Served:
         seconds = self.costs.seconds(plan.size) * (1.0 + quirks.noise * self._dice.uniform(-1.0, 1.0))
         if len(self.steps) < quirks.slow_count:
             seconds *= 100.0
-        queries = {c: padded_query_length(c.token_count) for c in plan.chunks}
-        shapes = {(n, padded_key_length(c.start + n)) for c, n in queries.items()}
-        seconds += quirks.shape_s * len(shapes - self.shapes)
-        self.shapes |= shapes
         return seconds
+
+    def _new_shape_count(self, plan: PassPlan) -> int:
+        before = len(self.shapes)
+        for chunk in plan.chunks:
+            if chunk.token_count > 64:  # the others are attended to by a kernel that takes any length
+                padded = padding_of(chunk.start, chunk.token_count)
+                self.shapes.add((padded.query_count, padded.key_count))
+        return len(self.shapes) - before

@@ -69,13 +69,13 @@ def best_s(costs: Costs, *prompt_token_counts: int, pass_token_count: int) -> fl
 def test_eight_prompts_of_2_000_tokens_take_few_passes_from_the_first_burst_on(quirks: Quirks) -> None:
     served = gpu(quirks)
     first = served.serve(*[2000] * 8)
-    assert len(first) <= (22 if quirks.shape_s else 12), "2 are possible, and sizes are to be learned first"
+    assert len(first) <= (12 if quirks.shape_s else 9), "2 are possible, and sizes are to be learned first"
     steps = served.serve(*[2000] * 8)
-    assert len(steps) <= 10
+    assert len(steps) <= 9
     if not quirks.shape_s:
         best = best_s(GPU, *[2000] * 8, pass_token_count=PASS_TOKEN_COUNT)
-        assert served.seconds_of(first) <= 1.6 * best
-        assert served.seconds_of(steps) <= 1.4 * best
+        assert served.seconds_of(first) <= 1.4 * best
+        assert served.seconds_of(steps) <= 1.35 * best
 
 
 @gpus
@@ -86,24 +86,28 @@ def test_64_prompts_of_40_tokens_take_a_pass_or_two(quirks: Quirks) -> None:
 
 
 @gpus
-@pytest.mark.parametrize(("costs", "most_times"), [(GPU, 2.0), (H200, 2.4)], ids=["light", "H200"])
+@pytest.mark.parametrize(("costs", "most_times"), [(GPU, 2.2), (H200, 2.8)], ids=["light", "H200"])
 def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
     quirks: Quirks, costs: Costs, most_times: float
 ) -> None:
-    """Which take some two times as long as alone."""
+    """Which take two to three times as long as alone: padded, short chunks are dear behind many tokens."""
     served = gpu(quirks, costs=costs)
     served.serve(16_000)
     alone_s = served.seconds_of(served.serve(16_000))
     rows = served.ask(*[40] * 16)
     served.run_until_decoding(*rows)
     usual_s = sorted(served.gaps(served.run(30)))[15]
-    for _ in range(10 if quirks.shape_s else 2):
+    for _ in range(2):
         (prompt,) = served.ask(16_000)
-        gaps = sorted(served.gaps(served.run_until_decoding(prompt)))
+        steps = served.run_until_decoding(prompt)
+        gaps = sorted(
+            gap - quirks.shape_s * step.shape_count
+            for gap, step in zip(served.gaps(steps), steps, strict=True)
+        )
         served.end(prompt)
         served.run(10)
     assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
-    assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
+    assert sum(gaps) <= (1.1 if quirks.late_s else 1.0) * most_times * alone_s
 
 
 @pytest.mark.parametrize(("token_count", "pass_s"), [(256, 0.012), (2048, 0.014)])
@@ -155,12 +159,14 @@ def test_on_a_cpu_tokens_of_16_rows_come_evenly_beside_a_long_prompt(quirks: Qui
     assert sum(gaps) <= 3.5 * alone_s
 
 
+@pytest.mark.parametrize(("most", "shape_count"), [(8_000, 64), (32_000, 192)])
 @pytest.mark.parametrize("arrival_count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_arrivals_without_end_come_to_few_shapes_of_attention(arrival_count: int) -> None:
-    """Of 1 to 32,000 tokens, some behind a cached prefix, some beside rows that decode."""
+def test_arrivals_without_end_come_to_few_shapes_of_attention(
+    arrival_count: int, most: int, shape_count: int
+) -> None:
+    """Some of them behind a cached prefix, some beside rows that decode."""
     dice = random.Random(5)
     served = gpu(Quirks(noise=0.3), costs=H200)
-    most = 32_000
     for _ in range(arrival_count // 8):
         prompts = served.ask(*(int(most ** dice.random()) for _ in range(8)))
         for prompt in prompts:
@@ -174,4 +180,4 @@ def test_arrivals_without_end_come_to_few_shapes_of_attention(arrival_count: int
             for chunk in step.chunks:
                 assert chunk.token_count <= 2048
                 assert chunk.is_last or chunk.stop % 64 == 0
-    assert len(served.shapes) <= 64
+    assert len(served.shapes) <= shape_count
