@@ -60,6 +60,12 @@ class Device:
         return self.is_gpu
 
     @property
+    def attention_shapes_are_costly(self) -> bool:
+        """Whether the first attention of several queries of a shape takes far longer than later ones:
+        cuDNN plans it (40 ms on an H200)."""
+        return self.backend is Backend.CUDA
+
+    @property
     def compiles_at_first_use(self) -> bool:
         """Whether a kernel that has not run yet is compiled in front of whoever needs it."""
         return self.is_gpu

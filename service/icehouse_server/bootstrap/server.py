@@ -34,8 +34,10 @@ from icehouse_server.engine.runner.model_loader import (
     sees_images,
     vocabulary_size,
 )
+from icehouse_server.engine.runner.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -55,16 +57,27 @@ class DeviceDefaults:
     decode_batch_limit: int
     prefill_chunk_token_count: int
     prefill_grid_token_count: int
+    chunks_per_pass: int
+    """How many chunks' tokens a pass may hold, of several prompts."""
+    policy: PassPolicy
 
 
 # Measured with mlx 0.32.4 on 2 x86 cores: prefill of small models runs at its full rate from chunks of 32
 # tokens on; larger ones read their weights for longer. Sixteen prompts of 40 that come together had
 # their last first token after 0.65 and 0.80 of the batch engine's time with 512, and 0.92 twice with 256.
 CPU_DEFAULTS = DeviceDefaults(
-    decode_batch_limit=64, prefill_chunk_token_count=512, prefill_grid_token_count=8
+    decode_batch_limit=64,
+    prefill_chunk_token_count=512,
+    prefill_grid_token_count=8,
+    chunks_per_pass=1,
+    policy=POLICY,
 )
 GPU_DEFAULTS = DeviceDefaults(
-    decode_batch_limit=256, prefill_chunk_token_count=1024, prefill_grid_token_count=16
+    decode_batch_limit=256,
+    prefill_chunk_token_count=2048,
+    prefill_grid_token_count=16,
+    chunks_per_pass=4,
+    policy=GPU_POLICY,
 )
 
 
@@ -244,13 +257,18 @@ def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
     config = whole.engine
     defaults = GPU_DEFAULTS if device.is_gpu else CPU_DEFAULTS
     chunk_token_count = config.prefill_chunk_token_count or defaults.prefill_chunk_token_count
+    pads = device.attention_shapes_are_costly
+    grid = PAGE_TOKEN_COUNT if pads else defaults.prefill_grid_token_count
     return SchedulerLimits(
         running_limit=config.decode_batch_limit or defaults.decode_batch_limit,
         prefilling_limit=config.prefilling_limit,
         prefill_chunk_token_count=chunk_token_count,
-        prefill_grid_token_count=math.gcd(chunk_token_count, defaults.prefill_grid_token_count),
+        prefill_grid_token_count=math.gcd(chunk_token_count, grid),
+        pass_token_count=defaults.chunks_per_pass * chunk_token_count,
+        pads_attention=pads,
         prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
+        policy=defaults.policy,
     )
 
 

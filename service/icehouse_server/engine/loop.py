@@ -23,13 +23,12 @@ from icehouse_server.engine.core.refusals import commands_waiting, shutting_down
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.planned_pass import PlannedPass, chunk_of
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import Requests
 from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
 from icehouse_server.engine.scheduling.preemption import Preemption
-from icehouse_server.engine.scheduling.scheduler import PrefillChunk
 from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -103,7 +102,7 @@ class EngineLoop:
             fail=self._requests.fail,
         )
         self._drain_deadline: float | None = None
-        self._dispatched: PlannedPass | None = None
+        self._dispatched: PassPlan | None = None
         self._is_idle = True
 
     @property
@@ -345,52 +344,45 @@ class EngineLoop:
     def _run_pass(self, *, spent_s: float) -> bool:
         """Plan and run a pass, in a step that spent some time on restores; False when there is nothing to
         run."""
-        planned = self._scheduler.plan(spent_s=spent_s)
-        chunks, overrun = self._preemption.make_fit(planned)
+        plan, overrun = self._preemption.make_fit(self._scheduler.plan(spent_s=spent_s))
         if overrun is not None:
             self._requests.fail(overrun.sequence, overrun.error)
         self._requests.release_ended()
-        if not chunks and not self._scheduler.is_decoding and not self._awaits_reading:
+        if not plan.chunks and not self._scheduler.is_decoding and not self._awaits_reading:
             return overrun is not None
-        rows = self._scheduler.size_of([])
-        asked = [chunk_of(chunk) for chunk in chunks]
-        for planned_chunk, asked_chunk in zip(chunks, asked, strict=True):
+        asked = [chunk.for_runner() for chunk in plan.chunks]
+        for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
             planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
         result = self._runner.run(asked, before_wait=self._output.publish)
-        chunks = [chunk.as_far_as(result.went_through) for chunk in chunks]
-        planned_pass = PlannedPass.of(chunks, rows=rows)
-        self._scheduler.note_chunks(chunks)
-        self._note_pass(planned_pass, result)
-        for chunk in chunks:
+        if result.went_through:
+            plan = self._scheduler.planned(plan.chunks_through(result.went_through))
+        self._scheduler.note_run(plan)
+        self._note_time(plan, result)
+        for chunk in plan.chunks:
             self._advance(chunk)
         read = self._take_read(result)
-        self._keep(chunks, self._deliver(result.drawn))
+        self._keep(plan.chunks, self._deliver(result.drawn))
         for sequence in read:
             if sequence.phase is not Phase.ENDED:
                 self._end_if_nothing_is_asked(sequence)
         self._requests.release_ended()
         return True
 
-    def _note_pass(self, planned: PlannedPass, result: PassResult) -> None:
+    def _note_time(self, plan: PassPlan, result: PassResult) -> None:
         """Count what ran, and learn from the pass whose time is told."""
-        self.counters.note_pass(
-            prefilled_token_count=planned.prefilled_token_count, output_token_count=len(result.drawn)
-        )
-        timed = self._dispatched if result.is_behind else planned
-        self._dispatched = planned
+        self.counters.note_pass(prefilled_token_count=plan.kept_count, output_token_count=len(result.drawn))
+        timed = self._dispatched if result.is_behind else plan
+        self._dispatched = plan
         if timed is None:
             return
         elapsed_s = result.elapsed_s
         if timed.advanced_token_count:
-            # Only then is it asked what passes cost: the fit is a millisecond that no pass of rows needs.
-            whole = timed.size + timed.layered
-            rows_s, pass_s = self._scheduler.expected_s(timed.rows), self._scheduler.expected_s(whole)
-            prefill_s = elapsed_s * (1.0 - rows_s / pass_s) if pass_s else elapsed_s
-            self.counters.note_prefill_rate(timed.advanced_token_count, prefill_s)
+            self.counters.note_prefill_rate(timed.advanced_token_count, timed.prefill_s(elapsed_s))
             self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
         if elapsed_s > 0.0:
-            size = timed.size.with_guesses(result.drafted_count)
-            self._scheduler.note_pass(size, elapsed_s, layered=timed.layered)
+            self._scheduler.note_time(
+                timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
+            )
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
     @property
@@ -403,8 +395,8 @@ class EngineLoop:
         sequence = chunk.sequence
         sequence.processed_token_count += chunk.kept_count
         # However small the chunks, a caller hears of its progress once a full one.
-        chunk_token_count = self._scheduler.limits.prefill_chunk_token_count
-        is_full = sequence.is_prefilled or sequence.processed_token_count % chunk_token_count == 0
+        full = self._scheduler.limits.prefill_chunk_token_count
+        is_full = sequence.is_prefilled or sequence.processed_token_count // full > chunk.start // full
         if chunk.kept_count and is_full and not sequence.park_count and not sequence.measures_prompt:
             self._tell_progress(sequence)
         if chunk.is_last:

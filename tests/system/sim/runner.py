@@ -118,13 +118,14 @@ class SimRunner:
             len(chunk.token_ids) * (chunk.layers.share if chunk.layers else 1.0) for chunk in chunks
         )
         assert fed_count, "a pass over nothing"
+        began_s = _FIXED_S + _TOKEN_S * len(self.decoding)
         for row in self.decoding.values():
             row.caches.run(row.drawn)
             row.drawn = row.caches.draw(row.seed)
         went_through: dict[SequenceId, LayerSpan] = {}
         for chunk in chunks:
             layers = chunk.layers
-            if layers is not None and self.ends_layers_in_time() and not math.isinf(layers.within_s):
+            if layers is not None and not math.isinf(layers.within_s):
                 last = self._dice.randint(layers.first + 1, layers.last)
                 if last < layers.last:
                     layers = went_through[chunk.sequence_id] = dataclasses.replace(layers, last=last)
@@ -134,7 +135,12 @@ class SimRunner:
         elapsed_s, self._elapsed_s = self._elapsed_s, _FIXED_S + _TOKEN_S * fed_count
         if self.is_pipelined:
             return PassResult(told, elapsed_s=elapsed_s, is_behind=True)
-        return PassResult(self._drawn(), went_through=went_through, elapsed_s=self._elapsed_s)
+        return PassResult(
+            self._drawn(),
+            went_through=went_through,
+            layers_began_s=began_s if any(chunk.layers for chunk in chunks) else 0.0,
+            elapsed_s=self._elapsed_s,
+        )
 
     def _drawn(self) -> list[Drawn]:
         ahead = int(self.is_pipelined)
@@ -183,11 +189,8 @@ class SimRunner:
         self._vectors.setdefault(sequence_id, {})[image.key] = vectors_of(image.image)
         return True
 
-    def ends_layers_in_time(self) -> bool:
-        return not self.is_pipelined
-
     def layer_count(self) -> int:
-        return _LAYER_COUNT
+        return 0 if self.is_pipelined else _LAYER_COUNT
 
     def image_use(self) -> ImageUse:
         return ImageUse()

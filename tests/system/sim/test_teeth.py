@@ -17,7 +17,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
-from icehouse_server.engine.scheduling import layered_prefill, scheduler
+from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import channel, mirror
 from icehouse_server.storage.block_format import file, header, reader
 from icehouse_server.storage.directory import commit, reconcile, space, store
@@ -339,7 +339,7 @@ def go_on_with_the_chunk_of_one_that_was_parked(patch: pytest.MonkeyPatch) -> No
 
 
 def keep_a_chunk_that_is_half_through(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler.PrefillChunk, "is_through", property(lambda chunk: True))
+    patch.setattr(pass_plan.PrefillChunk, "is_through", property(lambda chunk: True))
 
 
 BREAKS: list[Break] = [

@@ -184,12 +184,22 @@ class MemoryModel:
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return the peak of temporary arrays while a chunk runs at this context length."""
         shape = self.shape
-        per_token = _LIVE_HIDDEN_COPIES * shape.hidden_size
-        per_token += _LIVE_FEED_FORWARD_COPIES * shape.feed_forward_size
-        values = chunk_token_count * per_token
+        size_bytes = chunk_token_count * self._activation_bytes
         if shape.keeps_scores:
-            values += _SCORE_COPIES * shape.head_count * chunk_token_count * context_token_count
-        return values * shape.compute_bytes + self.attended_bytes_per_token * context_token_count
+            score_count = shape.head_count * chunk_token_count * context_token_count
+            size_bytes += _SCORE_COPIES * score_count * shape.compute_bytes
+        return size_bytes + self.attended_bytes_per_token * context_token_count
+
+    def pass_token_count(self, *, budget_bytes: int) -> int:
+        """Return for how many tokens of several chunks the activations of one pass fit the budget."""
+        return budget_bytes // max(1, self._activation_bytes)
+
+    @property
+    def _activation_bytes(self) -> int:
+        """Of one token, while it goes through a layer."""
+        shape = self.shape
+        values = _LIVE_HIDDEN_COPIES * shape.hidden_size + _LIVE_FEED_FORWARD_COPIES * shape.feed_forward_size
+        return values * shape.compute_bytes
 
     def logits_bytes(self, token_count: int) -> int:
         """Return what the logits of so many tokens take while their log probabilities are read."""

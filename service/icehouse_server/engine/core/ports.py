@@ -54,7 +54,7 @@ class LayerSpan:
     count: int
     within_s: float = math.inf
     """Another of them begins while it is likely to end before the pass has lasted for so long; the first one
-    runs in any case. Means nothing to a device that runs ahead: nobody waits for a layer there."""
+    runs in any case."""
 
     @property
     def is_last(self) -> bool:
@@ -90,7 +90,7 @@ class Chunk:
     speculation: Speculation | None = None
     """What the sequence will ask for when it decodes: a draft model reads the prompt along."""
     layers: LayerSpan | None = None
-    """Of a chunk that goes through the layers a few in each pass: those of this pass, from the first one on
+    """Of a chunk that goes through some layers in each pass: those of this pass, from the first one on
     without a gap. Its tokens are in the caches behind the last layer, and until then the sequence's next
     chunk may begin anew; nothing is drawn or measured of it. None goes through all."""
 
@@ -113,12 +113,14 @@ class PassResult:
     """For chunks with `pooling`: the sum of the hidden states, or the last token's."""
     went_through: Mapping[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
     """For chunks with `layers` whose time was over before the last of these: those that they went through."""
+    layers_began_s: float = 0.0
+    """After how long a chunk with `layers` went on, behind all else in the pass; 0 where none did."""
     drafted_count: int = 0
     """Guesses that were fed besides, which makes the pass longer."""
     elapsed_s: float = 0.0
-    """How long the device was at the pass: from the end of the pass before it, or from its dispatch where that
-    was later, to its own end, each as the host saw it. Where the device is faster than the host, the time
-    between two passes. 0 where no pass was waited for."""
+    """How long the device was at the pass: from the end of the pass before it, or from its dispatch where
+    that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
+    time between two passes. 0 where no pass was waited for."""
     is_behind: bool = False
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""
@@ -162,12 +164,8 @@ class Runner(Protocol):
         ...
 
     def layer_count(self) -> int:
-        """Return through how many layers a chunk may go a few in each pass; 0 where it must go through all
-        in one; after `load`."""
-        ...
-
-    def ends_layers_in_time(self) -> bool:
-        """Return whether `LayerSpan.within_s` is kept: where a pass is waited for, layer by layer."""
+        """Return through how many layers a chunk may go some in each pass, which `LayerSpan.within_s` ends; 0
+        where it must go through all in one, as on a device that runs ahead; after `load`."""
         ...
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:

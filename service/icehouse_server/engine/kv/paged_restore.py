@@ -65,13 +65,6 @@ class PagedRestoring:
             self._put_pages(self._run)
         return self._others.dispatch(limit_bytes=limit_bytes)
 
-    def dispatch(self, *, limit_bytes: int) -> bool:
-        """Have parts of about so many bytes rebuilt behind what the device is at; tell whether more are left.
-        Pages are written with the next pass. Raises StorageError."""
-        if self._run is not None and not self._run.pages:
-            self._put_pages(self._run)
-        return self._others.dispatch(limit_bytes=limit_bytes)
-
     def _put_pages(self, run: PageRun) -> None:
         loaded = self._source.loaded_kv
         for block in self._source.blocks:

@@ -150,6 +150,8 @@ class DispatchedPass:
     """Chunks that go through some layers once all else is done."""
     went_through: dict[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
     """Layers of chunks whose time was over."""
+    layers_began_s: float = 0.0
+    """After how long they began."""
     token_ids: mx.array | None = None
     """One for each drawn position, once `draw` was called."""
     places: dict[int, int] = dataclasses.field(default_factory=dict)

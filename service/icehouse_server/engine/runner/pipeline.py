@@ -185,7 +185,7 @@ class Pipeline:
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:
-            if chunk.layers is not None and (is_ahead or not fed):
+            if chunk.layers is not None and not fed:
                 current.arrays += self._through_layers(sequence, chunk.token_ids, chunk.layers)
             elif chunk.layers is not None:
                 current.layered.append((sequence, chunk))
@@ -214,6 +214,7 @@ class Pipeline:
             assert asked is not None, "It goes through all layers with the others"
             current.wait()
             began, now = current.began_time, self._clock.monotonic()
+            current.layers_began_s = now - began
             last = asked.first
             while last < asked.last:
                 mx.eval(
@@ -337,6 +338,7 @@ class Pipeline:
             measured={name: arrays.read() for each in ended for name, arrays in each.measured.items()},
             pooled={name: vector for each in ended for name, vector in each.pooled_vectors().items()},
             went_through=last.went_through,
+            layers_began_s=last.layers_began_s,
             drafted_count=last.drafted_count,
             elapsed_s=last.elapsed_s,
             is_behind=is_behind,

@@ -219,10 +219,7 @@ class ModelRunner:
         return result
 
     def layer_count(self) -> int:
-        return self._facts.layer_count
-
-    def ends_layers_in_time(self) -> bool:
-        return not self._settings.is_pipelined
+        return 0 if self._settings.is_pipelined else self._facts.layer_count
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()

@@ -1,7 +1,10 @@
-"""Layered prefill: the one prompt whose chunk is on its way through the layers, a few in each pass.
+"""Layered prefill: the one prompt whose chunk is on its way through the layers, some of them in each pass.
 
-Inference thread only. The runner keeps what the chunk came to so far; here is what it is and how far it is.
-A chunk that may not end where it was to end any more begins anew: somebody waits for a tail before that.
+For devices that cannot cut a chunk small enough beside rows, a CPU: each chunk of a long prompt reads all
+that it holds, so one of many tokens goes through the layers that a pass has time for, behind the rows, and
+the next pass goes on. Inference thread only. The runner keeps what the chunk came to so far; here is what it
+is and how far it is. A chunk that may not end where it was to end any more begins anew: somebody waits for a
+tail before that.
 """
 
 from __future__ import annotations
@@ -11,8 +14,7 @@ from collections.abc import Callable
 from icehouse_server.domain.request import Drafting
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.prefill_budget import PassRoom
+from icehouse_server.engine.scheduling.planner import PassRoom
 
 
 class LayeredPrefill:
@@ -47,29 +49,18 @@ class LayeredPrefill:
         """Where the chunk ends."""
         return self._stop
 
-    def begin(self, sequence: Sequence, room: PassRoom) -> bool:
-        """Begin with a sequence's next tokens, if none are on their way and that is better; whether so."""
+    def begin(self, sequence: Sequence, room: PassRoom) -> None:
+        """Begin with a sequence's next tokens, if none are on their way and that is better."""
         if not self._layer_count or self._sequence is not None or not _may_go_layered(sequence):
-            return False
+            return
         start = sequence.processed_token_count
         stop = room.take_layered(start, self._end(sequence), layer_count=self._layer_count)
-        if stop < start + 2:
-            return False
-        self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
-        return True
+        if stop >= start + 2:
+            self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
 
-    def extend(
-        self, planned: LayerSpan | None, room: PassRoom, *, least: int, share: float = 1.0
-    ) -> LayerSpan | None:
-        """Return the layers of this pass, with what is planned of it so far; None for none."""
-        first = self._layer if planned is None else planned.first
-        last = self._layer if planned is None else planned.last
-        left = self._layer_count - last
-        if left:
-            whole = PassSize.of_chunk(self._start, self._stop - self._start)
-            count = self._layer_count
-            last += room.layers(whole, left=left, layer_count=count, least=least, share=share)
-        return LayerSpan(first, last, self._layer_count, room.within_s) if last > first else None
+    def layers(self, room: PassRoom) -> LayerSpan:
+        """Return the layers that are left; the pass's time ends them, behind the first one."""
+        return LayerSpan(self._layer, self._layer_count, self._layer_count, room.within_s)
 
     def note(self, layers: LayerSpan) -> None:
         """Note that a pass took the chunk through these."""

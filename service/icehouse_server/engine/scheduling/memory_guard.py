@@ -12,7 +12,7 @@ from icehouse_server.domain.request import Drafting, GenerationRequest
 from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvLength
 from icehouse_server.engine.core.memory_model import _OUTPUT_ALLOWANCE, MemoryModel
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.scheduler import PrefillChunk
+from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
 from icehouse_server.errors import CannotFit, Overloaded, Reason
 
 

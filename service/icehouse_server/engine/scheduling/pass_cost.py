@@ -25,33 +25,10 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-_KEPT_OF_A_KIND = 6
-"""Passes kept of each doubling of tokens and of positions."""
-_HALF_LIFE = 128
-_LIFE = 4 * _HALF_LIFE
-"""In passes, a power of two: after one half-life a pass counts half, after its life it is dropped."""
-_SURPRISE_FACTOR = 2.0
-_SURPRISE_COUNT = 12
-_LONG_SURPRISE_COUNT = 3
-_SURPRISE_S = 2.0
-"""So many passes in a row that were off by this factor in one direction are a change and no hiccup, though
-their sizes had been measured before; fewer do where they took so long together."""
-_CHANGE_AGE = _HALF_LIFE // 4
-"""Passes of before a change are so much older."""
-_PRIOR_WEIGHT = 0.03
-"""Of a measured pass."""
-_PRIOR = _PRIOR_WEIGHT * np.column_stack([np.eye(5), [0.5, 0.5, 0.0, 0.0, 0.0]])
-"""Where the passes do not tell, half of the usual one's time is taken to be fixed and half to grow with its
-tokens: either guess alone would confirm itself, by choosing the sizes that cannot refute it."""
+from icehouse_server.engine.scheduling.policy import PassPolicy
+
 _LEAST_S = 1e-6
 """No pass takes less; a clock that says so was read at the wrong moment."""
-_TOKENS_REACH = 2.0
-_SCORES_REACH = 4.0
-"""A fit is trusted for passes of up to so many times the largest one measured: that is how it probes."""
-_TELLING_SPREAD = 1.5
-"""Sizes that differ by this factor tell what is fixed from what grows, though each is measured roughly."""
-_LIGHT_CONTEXT = 1024
-"""Positions up to which a token's scores cost little beside the rest of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,10 +114,6 @@ class PassCost:
         divisor = slope + math.sqrt(slope**2 + 4.0 * self.score_s * left_s)
         return 2.0 * left_s / divisor if divisor > 0.0 else math.inf
 
-    def tokens_at_fixed_share(self, share: float, start: int) -> float:
-        """Return the tokens of a chunk of whose time the fixed part is this share."""
-        return self.tokens_within(self.base_s(start) / share, start)
-
     def tokens_at_rate(self, share: float, start: int, *, limit: float) -> float:
         """Return the least tokens of a chunk with this share of the best rate up to `limit` tokens."""
         fixed_s = self.base_s(start)
@@ -159,6 +132,9 @@ class PassCost:
         return self.token_s + self.score_s * start + self.read_s
 
 
+_PRIOR = np.column_stack([np.eye(5), [0.5, 0.5, 0.0, 0.0, 0.0]])
+_LIVES = 4
+"""Half-lives after which a pass is dropped."""
 _Kind = tuple[int, int, int]
 """Doublings of tokens, of positions and of draws."""
 
@@ -180,8 +156,12 @@ class _Surprise:
 class PassCostLearner:
     """Expects the cost of a pass from the passes before it, and says how far it can be asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: PassPolicy) -> None:
+        self._policy = policy
+        self._roots = _roots_of_fades(policy.half_life)
         self._kept: dict[_Kind, collections.deque[_Measured]] = {}
+        self._doubted: dict[_Kind, _Measured] = {}
+        """Passes that were the first of their kind and took far too long: a compilation, or others' work."""
         self._noted_count = 0
         self._surprises: list[_Surprise] = []
         self._cost: PassCost | None = None
@@ -190,12 +170,15 @@ class PassCostLearner:
     def note(self, size: PassSize, elapsed_s: float) -> None:
         """Learn from a pass that ran."""
         assert size.token_count > 0, size
+        policy = self._policy
         self._noted_count += 1
         measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
         if self._is_far_off(measured):
             self.cost()  # fitted when it is asked for: there may be passes that it does not know of
-        ratio = self._ratio(measured)
-        is_surprise = _kind_of(size) in self._kept and self._is_far_off(measured)
+        ratio, is_far_off = self._ratio(measured), self._is_far_off(measured)
+        if is_far_off and ratio > 1.0 and self._doubts(measured):
+            return
+        is_surprise = is_far_off and _kind_of(size) in self._kept
         if not is_surprise or (self._surprises and (ratio > 1.0) is not (self._surprises[0].ratio > 1.0)):
             self._keep_surprises()
         if not is_surprise:
@@ -203,44 +186,62 @@ class PassCostLearner:
             return
         self._surprises.append(_Surprise(measured, ratio))
         surprising_s = sum(surprise.measured.elapsed_s for surprise in self._surprises)
-        least_count = _SURPRISE_COUNT if surprising_s < _SURPRISE_S else _LONG_SURPRISE_COUNT
-        if len(self._surprises) >= least_count:
+        is_long = surprising_s >= policy.long_surprise_s
+        if len(self._surprises) >= (policy.long_surprise_count if is_long else policy.surprise_count):
             self._change_speed()
             self._keep_surprises()
+
+    def _doubts(self, measured: _Measured) -> bool:
+        """Whether a pass that took far too long is no lesson yet: a second one of its kind makes it one."""
+        kind = _kind_of(measured.size)
+        if kind in self._kept:
+            return False
+        before = self._doubted.pop(kind, None)
+        if before is None:
+            self._doubted[kind] = measured
+            return True
+        self._keep(before)
+        return False
 
     def cost(self) -> PassCost | None:
         """Return what passes cost as far as is known; None before the first."""
         if self._is_stale:
             passes = self._undisturbed() if self._cost else self._living()
-            self._cost, self._is_stale = _fit(passes, now=self._noted_count), False
+            weights = [self._root_of_fade(measured) for measured in passes]
+            self._cost, self._is_stale = _fit(passes, weights, self._policy.prior_weight), False
         return self._cost
 
-    def trusted_tokens(self, start: int, *, budget_s: float) -> float:
-        """Return the tokens of the largest chunk from `start` that the passes so far speak for; 0 before any.
+    def trusted_tokens(self, start: int, *, budget_s: float, beside: PassSize = NOTHING) -> float:
+        """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass
+        that holds something already; 0 before any.
 
         Further than that it may go where it would keep the budget even if nothing were fixed.
         """
-        living = self._living()
+        policy, living = self._policy, self._living()
         if not living:
             return 0.0
         most = max(living, key=lambda measured: measured.size.token_count)
-        tokens = max(_TOKENS_REACH, budget_s / most.elapsed_s) * most.size.token_count
-        scores = _SCORES_REACH * max(
-            _LIGHT_CONTEXT * most.size.token_count, *(measured.size.score_count for measured in living)
+        tokens = max(policy.tokens_reach, budget_s / most.elapsed_s) * most.size.token_count
+        scores = policy.scores_reach * max(
+            policy.light_context * most.size.token_count, *(measured.size.score_count for measured in living)
         )
         # n * (start + n) = scores
-        return min(tokens, 2.0 * scores / (start + math.sqrt(start**2 + 4.0 * scores)))
+        scores = max(0.0, scores - beside.score_count)
+        by_scores = 2.0 * scores / (start + math.sqrt(start**2 + 4.0 * scores)) if scores else 0.0
+        by_scores = max(by_scores, float(policy.light_context - start))
+        return max(0.0, min(tokens - beside.token_count, by_scores))
 
     def is_told_by(self, token_count: float) -> bool:
         """Whether the passes so far tell what is fixed from what grows, or would after one of this size."""
         counts = [measured.size.token_count for measured in self._living()]
-        return not counts or max(*counts, token_count) >= _TELLING_SPREAD * min(*counts, token_count)
+        spread = self._policy.telling_spread
+        return not counts or max(*counts, token_count) >= spread * min(*counts, token_count)
 
     def _keep(self, measured: _Measured) -> None:
-        kept = self._kept.setdefault(_kind_of(measured.size), collections.deque(maxlen=_KEPT_OF_A_KIND))
-        kept.append(measured)
+        made = collections.deque[_Measured](maxlen=self._policy.kept_count)
+        self._kept.setdefault(_kind_of(measured.size), made).append(measured)
         self._is_stale = True
-        oldest = self._noted_count - _LIFE
+        oldest = self._noted_count - _LIVES * self._policy.half_life
         for stale in [kind for kind, found in self._kept.items() if found[-1].number <= oldest]:
             del self._kept[stale]
 
@@ -255,8 +256,14 @@ class PassCostLearner:
             for measured in sorted(found, key=self._ratio)[: (len(found) + 1) // 2]
         ]
 
+    def _root_of_fade(self, measured: _Measured) -> float:
+        """Return the square root of what a pass counts by its age."""
+        halvings, rest = divmod(self._noted_count - measured.number, len(self._roots))
+        return math.ldexp(self._roots[rest], -halvings)
+
     def _is_far_off(self, measured: _Measured) -> bool:
-        return not 1.0 / _SURPRISE_FACTOR < self._ratio(measured) < _SURPRISE_FACTOR
+        factor = self._policy.surprise_factor
+        return not 1.0 / factor < self._ratio(measured) < factor
 
     def _ratio(self, measured: _Measured) -> float:
         """Return what a pass took to what was last expected of its size."""
@@ -279,7 +286,9 @@ class PassCostLearner:
         factor = statistics.median(surprise.ratio for surprise in self._surprises)
         for kept in self._kept.values():
             for place, old in enumerate(kept):
-                kept[place] = _Measured(old.size, factor * old.elapsed_s, old.number - _CHANGE_AGE)
+                age = self._policy.change_age
+                kept[place] = _Measured(old.size, factor * old.elapsed_s, old.number - age)
+        self._doubted.clear()
         self._is_stale = True
 
 
@@ -287,7 +296,7 @@ def _kind_of(size: PassSize) -> _Kind:
     return size.token_count.bit_length(), size.score_count.bit_length(), size.draw_count.bit_length()
 
 
-def _fit(passes: list[_Measured], *, now: int) -> PassCost:
+def _fit(passes: list[_Measured], root_weights: list[float], prior_weight: float) -> PassCost:
     """Return the non-negative cost whose relative errors over the passes are least.
 
     It comes to the same bits on every processor: sums in a fixed order, products, quotients and square roots
@@ -296,7 +305,7 @@ def _fit(passes: list[_Measured], *, now: int) -> PassCost:
     """
     measured = np.array([(1, *_counts_of(p.size), p.elapsed_s) for p in passes], dtype=float)
     sizes, seconds = measured[:, :-1], measured[:, -1]
-    weights = np.array([_root_of_fade(now - p.number) for p in passes])
+    weights = np.array(root_weights)
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
     ranked = np.sort(measured, axis=0)
     usual = 0.5 * (ranked[(len(passes) - 1) // 2] + ranked[len(passes) // 2])
@@ -304,7 +313,7 @@ def _fit(passes: list[_Measured], *, now: int) -> PassCost:
     columns = np.empty((len(passes) + len(units), len(units) + 1))
     columns[: len(passes), :-1] = sizes * units * (weights / seconds)[:, None]
     columns[: len(passes), -1] = weights
-    columns[len(passes) :] = _PRIOR
+    columns[len(passes) :] = prior_weight * _PRIOR
     rows = _triangle(columns)
     shares = [0.0] * len(units)
     free = list(range(len(units)))
@@ -324,21 +333,12 @@ def _counts_of(size: PassSize) -> tuple[int, int, int, int]:
     return size.token_count, size.score_count, size.draw_count, size.read_count
 
 
-def _root_of_fade(age: int) -> float:
-    """Return the square root of what a pass counts that is so many passes old."""
-    halvings, rest = divmod(age, len(_ROOTS_OF_FADES))
-    return math.ldexp(_ROOTS_OF_FADES[rest], -halvings)
-
-
-def _roots_of_fades() -> tuple[float, ...]:
+def _roots_of_fades(half_life: int) -> tuple[float, ...]:
     """Return the square roots of what passes of each age count, up to the age where a root is a half."""
     fade = 0.5
-    for _ in range(_HALF_LIFE.bit_length()):
+    for _ in range(half_life.bit_length()):
         fade = math.sqrt(fade)
-    return tuple(itertools.accumulate(itertools.repeat(fade, 2 * _HALF_LIFE - 1), operator.mul, initial=1.0))
-
-
-_ROOTS_OF_FADES = _roots_of_fades()
+    return tuple(itertools.accumulate(itertools.repeat(fade, 2 * half_life - 1), operator.mul, initial=1.0))
 
 
 _Rows = list[list[float]]

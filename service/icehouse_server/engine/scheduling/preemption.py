@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.ports import Runner
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler
+from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Overloaded
 
@@ -88,12 +88,15 @@ class Preemption:
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
         )
 
-    def make_fit(self, chunks: ReadSequence[PrefillChunk]) -> tuple[list[PrefillChunk], Overrun | None]:
-        """Make room for a pass over the decoding rows and these chunks; return the chunks that it may hold,
-        and who must go because even alone it does not fit."""
-        fitting = list(chunks)
+    def make_fit(self, plan: PassPlan) -> tuple[PassPlan, Overrun | None]:
+        """Make room for a planned pass; return what it may hold of it, and who must go because even alone it
+        does not fit."""
         if not self.guard.limit_bytes:
-            return fitting, None
+            return plan, None
+        fitting, overrun = self._fitting(list(plan.chunks))
+        return self._scheduler.planned(fitting), overrun
+
+    def _fitting(self, fitting: list[PrefillChunk]) -> tuple[list[PrefillChunk], Overrun | None]:
         while self._excess_after_yield(needed := self._needed_bytes(fitting)):
             if len(fitting) > 1:
                 del fitting[-1]

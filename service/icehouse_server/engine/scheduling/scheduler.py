@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId, Tenant
@@ -18,13 +18,10 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.layered_prefill import LayeredPrefill
-from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassSize
-from icehouse_server.engine.scheduling.prefill_budget import (
-    BudgetLimits,
-    PassRoom,
-    PrefillBudget,
-    is_crowd,
-)
+from icehouse_server.engine.scheduling.pass_cost import PassSize
+from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
+from icehouse_server.engine.scheduling.planner import PassLimits, PassPlanner, PassRoom
+from icehouse_server.engine.scheduling.policy import POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -32,7 +29,7 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 class SchedulerLimits:
     """Bounds on what runs at once, and for how long.
 
-    A pass holds at most `prefill_chunk_token_count` prompt tokens, and chunks end at multiples of it, counted
+    A chunk has at most `prefill_chunk_token_count` prompt tokens, and chunks end at multiples of it, counted
     from the sequence's start; where time cuts them shorter their lengths are multiples of
     `prefill_grid_token_count`, which divides it, or less than that.
     `prefill_slice_s` 0 follows the decoding rows; `prefill_chunk_s` 0 leaves passes whole while nothing
@@ -43,6 +40,10 @@ class SchedulerLimits:
     prefilling_limit: int
     prefill_chunk_token_count: int
     prefill_grid_token_count: int = 1
+    pass_token_count: int = 0
+    """Most prompt tokens of a pass, of several sequences; 0 is one chunk's."""
+    pads_attention: bool = False
+    """Whether attention pads chunks: those that time cuts end on the grid and have one of a few lengths."""
     prefill_slice_s: float = 0.0
     prefill_chunk_s: float = 0.0
     chunk_ends_at_last_block: int = 0
@@ -53,11 +54,15 @@ class SchedulerLimits:
     measured_chunk_token_count: int = 0
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
     layer_count: int = 0
-    """Layers of the model that a chunk may go through a few in each pass; 0 where it must go through all."""
-    ends_layers_in_time: bool = False
-    """Whether the runner takes a chunk through layers for as long as it is told, rather than a number."""
+    """Layers of the model that a chunk may go through in turns of passes; 0 where it must go through all."""
     whole_token_count: int = 128
     """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
+    policy: PassPolicy = POLICY
+
+    @property
+    def most_pass_token_count(self) -> int:
+        """Prompt tokens of a pass at most."""
+        return self.pass_token_count or self.prefill_chunk_token_count
 
 
 class Scheduler:
@@ -71,15 +76,16 @@ class Scheduler:
         self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
         self._decoding: dict[SequenceId, Sequence] = {}
-        self._budget = PrefillBudget(
-            BudgetLimits(
+        self._planner = PassPlanner(
+            PassLimits(
                 slice_s=limits.prefill_slice_s,
                 chunk_s=limits.prefill_chunk_s,
-                token_count=limits.prefill_chunk_token_count,
+                token_count=limits.most_pass_token_count,
                 grid_token_count=limits.prefill_grid_token_count,
+                is_padded=limits.pads_attention,
                 whole_token_count=limits.whole_token_count,
-                ends_layers_in_time=limits.ends_layers_in_time,
-            )
+            ),
+            limits.policy,
         )
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
 
@@ -103,7 +109,7 @@ class Scheduler:
     def keeps_pace(self) -> bool:
         """Whether rows decode at an even pace, which reads from SSD are to leave the cores to; where a crowd
         waits, its first tokens come before that."""
-        return self.is_decoding and not is_crowd(self._crowd)
+        return self.is_decoding and not self._planner.is_crowd(self._crowd)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -173,7 +179,7 @@ class Scheduler:
         if self._preparing_count < self.limits.prefilling_limit:
             return False
         preparing = (*self._restoring.values(), *self._prefilling.values())
-        return sum(s.remaining_token_count for s in preparing) >= self.limits.prefill_chunk_token_count
+        return sum(s.remaining_token_count for s in preparing) >= self.limits.most_pass_token_count
 
     def candidates(self, now: float) -> Iterator[Sequence]:
         """Yield who may be let in next, the best first, while slots are free; each time the queue as it is.
@@ -247,8 +253,8 @@ class Scheduler:
         if phase in places:
             places[phase][sequence.sequence_id] = sequence
 
-    def plan(self, *, spent_s: float = 0.0) -> list[PrefillChunk]:
-        """Plan the prompt tokens of the next pass, in a step that spent some time on restores.
+    def plan(self, *, spent_s: float = 0.0) -> PassPlan:
+        """Plan the next pass, in a step that spent some time on restores.
 
         By priority, then shortest remaining first; the oldest has a share whatever its length, and one that
         was overtaken by as much as it is long is overtaken no more. Tenants take turns, and while nothing
@@ -256,68 +262,73 @@ class Scheduler:
         """
         prompts = _in_turns(sorted(self._prefilling.values(), key=_turn))
         if not prompts:
-            return []
-        room = self._budget.room(self._rows, crowd=self._crowd, spent_s=spent_s)
+            return PassPlan(self._rows)
+        room = self._planner.room(self._rows, crowd=self._crowd, spent_s=spent_s)
         self._layered.check()
         stops: dict[SequenceId, int] = {}
         layers: dict[SequenceId, LayerSpan] = {}
         first = prompts[0]
         oldest = min(prompts, key=lambda s: s.sequence_id)
         if oldest is not first and oldest.request.tenant == first.request.tenant:
-            self._extend(oldest, stops, layers, room, share=_OLDEST_SHARE)
+            self._extend(oldest, stops, layers, room, share=self.limits.policy.oldest_share)
         for before, sequence in itertools.pairwise((first, *prompts)):
             has_ended = stops.get(before.sequence_id) == before.input_end
             if has_ended and before.request.tenant != sequence.request.tenant:
                 room.double()
             self._extend(sequence, stops, layers, room)
-        return [
-            PrefillChunk(s, s.processed_token_count, stops[s.sequence_id], layers.get(s.sequence_id))
-            for s in prompts
-            if stops[s.sequence_id] > s.processed_token_count
-        ]
+        return self.planned(
+            [
+                self._chunk(s, stops[s.sequence_id], layers.get(s.sequence_id))
+                for s in prompts
+                if stops[s.sequence_id] > s.processed_token_count
+            ]
+        )
 
-    def size_of(self, chunks: ReadSequence[PrefillChunk]) -> PassSize:
-        """Return the size of a pass over the decoding rows and those of these chunks that go through all
-        layers."""
-        return sum((chunk.size for chunk in chunks if chunk.layers is None), self._rows)
+    def planned(self, chunks: ReadSequence[PrefillChunk]) -> PassPlan:
+        """Return the plan of a pass over these chunks and the rows that decode now."""
+        plan = PassPlan(self._rows, tuple(chunks))
+        if not chunks:
+            return plan  # what passes cost is a fit of a millisecond, which no pass of rows needs
+        seconds = self._planner.seconds
+        return dataclasses.replace(
+            plan, rows_s=seconds(plan.rows), expected_s=seconds(plan.size + plan.layered)
+        )
 
-    def expected_s(self, size: PassSize) -> float:
-        """Return what a pass of this size is expected to take; 0 before any was measured."""
-        return self._budget.seconds(size)
-
-    def note_chunks(self, chunks: ReadSequence[PrefillChunk]) -> None:
+    def note_run(self, plan: PassPlan) -> None:
         """Account for the chunks of a pass, and for prompts that wait while tokens of younger ones run."""
-        stops = {chunk.sequence.sequence_id: chunk.stop for chunk in chunks}
-        is_cut = any(stops.get(s.sequence_id, 0) < s.input_end for s in self._prefilling.values())
-        layered = [chunk.layers for chunk in chunks if chunk.layers is not None]
-        for layers in layered:
-            self._layered.note(layers)
-        if self._decoding and is_cut and not layered:
-            self._budget.note_cut_beside(sum(chunk.stop - chunk.start for chunk in chunks))
+        for chunk in plan.chunks:
+            if chunk.layers is not None:
+                self._layered.note(chunk.layers)
         for sequence in self._prefilling.values():
             sequence.overtaken_token_count += sum(
-                chunk.stop - chunk.start
-                for chunk in chunks
+                chunk.token_count
+                for chunk in plan.chunks
                 if chunk.sequence.sequence_id > sequence.sequence_id and chunk.is_through
             )
 
-    def note_pass(self, size: PassSize, elapsed_s: float, *, layered: PassSize = NOTHING) -> None:
-        """Learn from a pass that ran, and from the part of a chunk in it that went through some layers."""
-        if layered.token_count:
-            self._budget.note_layers(size, layered, elapsed_s)
-        elif size.token_count:
-            self._budget.note_pass(size, elapsed_s)
+    def note_time(
+        self, plan: PassPlan, elapsed_s: float, *, guess_count: int = 0, layers_began_s: float = 0.0
+    ) -> None:
+        """Learn from a pass that ran: how many guesses its rows fed besides, and after what time a chunk in
+        it began to go through some layers."""
+        size = plan.size.with_guesses(guess_count)
+        if not size.token_count:
+            return
+        if not plan.layered.token_count:
+            self._planner.note_pass(size, elapsed_s)
+        elif layers_began_s > 0.0:
+            self._planner.note_beside_layers(size, layers_began_s)
 
     def restore_s(self, *, least_s: float) -> float:
         """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones
         took too long."""
-        return self._budget.restore_s(
+        return self._planner.restore_s(
             self._rows, crowd=self._crowd, prompts_wait=bool(self._prefilling), least_s=least_s
         )
 
     def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
         """Account for the restores and images of a step."""
-        self._budget.note_restore(elapsed_s, allowed_s=allowed_s)
+        self._planner.note_restore(elapsed_s, allowed_s=allowed_s)
 
     @property
     def _rows(self) -> PassSize:
@@ -339,17 +350,16 @@ class Scheduler:
         share: float = 1.0,
     ) -> None:
         """Let a sequence's chunk go as far as the room lasts and its limits allow."""
-        begin = sequence.processed_token_count
-        is_whole = sequence.sequence_id in stops and sequence.sequence_id not in layers
-        if self._layered.is_of(sequence) or (
-            share == 1.0 and not is_whole and self._layered.begin(sequence, room)
-        ):
-            # It comes on in any case where nothing else does, or is the oldest.
-            least = int(share < 1.0 or not stops)
-            found = self._layered.extend(layers.get(sequence.sequence_id), room, least=least, share=share)
-            stops[sequence.sequence_id] = begin if found is None else self._layered.stop
-            if found is not None:
-                layers[sequence.sequence_id] = found
+        begin, is_planned = sequence.processed_token_count, sequence.sequence_id in stops
+        if share == 1.0 and not is_planned:
+            self._layered.begin(sequence, room)
+        if self._layered.is_of(sequence):
+            comes_on = share < 1.0 or not stops
+            if comes_on:
+                room.reserve(share)
+                layers[sequence.sequence_id] = self._layered.layers(room)
+            if not is_planned:
+                stops[sequence.sequence_id] = self._layered.stop if comes_on else begin
             return
         start = stops.get(sequence.sequence_id, begin)
         end = self._chunk_end(sequence, begin)
@@ -361,6 +371,13 @@ class Scheduler:
             # One token more, instead of a chunk of its own for it.
             stop = end
         stops[sequence.sequence_id] = _outside_images(sequence, begin, stop)
+
+    def _chunk(self, sequence: Sequence, stop: int, layers: LayerSpan | None) -> PrefillChunk:
+        start = sequence.processed_token_count
+        draws = stop == sequence.input_end > sequence.prefill_target
+        draw_count = stop - start if sequence.measures_prompt else int(draws)
+        size = self._planner.size_of_chunk(start, stop - start, draw_count=draw_count)
+        return PrefillChunk(sequence, start, stop, size, layers)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
         """Return how far a chunk from `start` may go at most."""
@@ -396,10 +413,6 @@ def _outside_images(sequence: Sequence, start: int, stop: int) -> int:
     return stop
 
 
-_OLDEST_SHARE = 0.25
-"""Of a pass's prompt tokens, while shorter prompts go first."""
-
-
 def _turn(sequence: Sequence) -> tuple[int, bool, int, int]:
     """Order prompts: by priority, those that were overtaken long enough, the shortest, the oldest."""
     remaining = sequence.remaining_token_count
@@ -420,44 +433,3 @@ def _in_turns(prompts: list[Sequence]) -> list[Sequence]:
     if len(turns) < 2:
         return prompts
     return [sequence for *_, sequence in sorted(placed, key=lambda place: place[:3])]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Input tokens [start, stop) of one sequence."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    layers: LayerSpan | None = None
-    """Those that it goes through in this pass; None for all."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the first output token is drawn from it."""
-        sequence = self.sequence
-        return self.stop == sequence.input_end > sequence.prefill_target
-
-    def as_far_as(self, went_through: Mapping[SequenceId, LayerSpan]) -> PrefillChunk:
-        """Return what ran of it, where its time was over before the last of its layers."""
-        layers = went_through.get(self.sequence.sequence_id)
-        return self if layers is None else dataclasses.replace(self, layers=layers)
-
-    @property
-    def is_through(self) -> bool:
-        """Whether all layers are behind it when the pass is done."""
-        return self.layers is None or self.layers.is_last
-
-    @property
-    def kept_count(self) -> int:
-        """Its tokens but the input's last one, which every start from a cached prefix runs again; none before
-        it is through."""
-        return max(0, min(self.stop, self.sequence.prefill_target) - self.start) if self.is_through else 0
-
-    @property
-    def size(self) -> PassSize:
-        """What it adds to a pass, or would if its layers were tokens."""
-        count = self.stop - self.start
-        draws = count if self.sequence.measures_prompt else int(self.is_last)
-        size = PassSize.of_chunk(self.start, count, draw_count=draws)
-        return size if self.layers is None else size.part(self.layers.share)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 from icehouse_server.engine.scheduling.pass_cost import PassCost, PassCostLearner, PassSize
+from icehouse_server.engine.scheduling.policy import POLICY
 
 
 def taught(*chunks: tuple[int, int, float]) -> PassCostLearner:
     """Return a learner that saw chunks of (start, tokens, seconds)."""
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     for start, token_count, elapsed_s in chunks:
         learner.note(PassSize.of_chunk(start, token_count), elapsed_s)
     return learner
@@ -39,7 +40,7 @@ VARIED = [PassSize.of_chunk(start, n) for start in (0, 300, 1000, 2500) for n in
 
 
 def test_nothing_is_expected_before_the_first_pass() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     assert learner.cost() is None and learner.trusted_tokens(0, budget_s=0.0) == 0.0
 
 
@@ -50,7 +51,7 @@ def test_sizes_add_up_to_that_of_one_pass() -> None:
 
 
 def test_passes_of_several_sizes_and_contexts_tell_the_three_parts_apart() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED)
     cost = learner.cost()
     assert cost is not None
@@ -62,7 +63,7 @@ def test_passes_of_several_sizes_and_contexts_tell_the_three_parts_apart() -> No
 def test_long_rows_that_are_read_do_not_make_chunks_look_dear() -> None:
     """As on a GPU: a row reads much and computes little, a chunk the other way round."""
     truth = PassCost(fixed_s=0.008, token_s=2e-5, score_s=1e-9, draw_s=1e-4, read_s=4e-8)
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     rows = [PassSize.of_rows([count] * 8) for count in (100, 4000, 30_000)]
     chunks = [PassSize.of_chunk(start, n) for start in (0, 2000) for n in (64, 512)]
     teach(learner, truth, [*rows, *chunks, *(rows[2] + chunk for chunk in chunks)] * 2)
@@ -70,7 +71,7 @@ def test_long_rows_that_are_read_do_not_make_chunks_look_dear() -> None:
 
 
 def test_noise_of_a_fifth_leaves_an_expectation_of_the_faster_passes() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED * 3, noise=0.2)
     undisturbed = PassCost(*(0.9 * part for part in dataclasses.astuple(TRUTH)))
     for size in VARIED:
@@ -80,7 +81,7 @@ def test_noise_of_a_fifth_leaves_an_expectation_of_the_faster_passes() -> None:
 def test_costs_are_the_same_on_every_processor_to_the_last_bit() -> None:
     """The simulation's stories hang on them, and a seed is to give the same story everywhere."""
     truth = PassCost(fixed_s=0.008, token_s=2e-5, score_s=1e-9, draw_s=1e-4, read_s=4e-8)
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     sizes = [size + PassSize.of_rows([100] * count) for count in (0, 3) for size in VARIED]
     teach(learner, truth, sizes * 3, noise=0.2)
     cost = learner.cost()
@@ -107,7 +108,7 @@ def test_costs_are_never_negative() -> None:
 
 
 def test_one_hiccup_changes_little() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED)
     learner.note(VARIED[2], 50 * TRUTH.seconds(VARIED[2]))
     for size in VARIED:
@@ -115,7 +116,7 @@ def test_one_hiccup_changes_little() -> None:
 
 
 def test_a_busy_moment_of_the_machine_changes_little() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED * 4)
     for size in VARIED[:3] * 3:
         learner.note(size, 3.0 * TRUTH.seconds(size))
@@ -125,7 +126,7 @@ def test_a_busy_moment_of_the_machine_changes_little() -> None:
 
 
 def test_long_passes_that_are_far_off_are_a_change_sooner() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED * 4)
     now = PassCost(*(8.0 * part for part in dataclasses.astuple(TRUTH)))
     teach(learner, now, [VARIED[-1]] * 3)
@@ -135,7 +136,7 @@ def test_long_passes_that_are_far_off_are_a_change_sooner() -> None:
 
 @pytest.mark.parametrize("factor", [6.0, 1 / 6.0], ids=["slower", "faster"])
 def test_a_device_that_changed_is_learned_in_a_dozen_passes(factor: float) -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED * 4)
     now = PassCost(*(factor * part for part in dataclasses.astuple(TRUTH)))
     teach(learner, now, VARIED[4:8] * 3)
@@ -145,7 +146,7 @@ def test_a_device_that_changed_is_learned_in_a_dozen_passes(factor: float) -> No
 
 
 def test_a_slow_drift_is_followed() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED)
     now = PassCost(*(1.5 * part for part in dataclasses.astuple(TRUTH)))
     teach(learner, now, VARIED * 6)
@@ -154,7 +155,7 @@ def test_a_slow_drift_is_followed() -> None:
 
 
 def test_tiny_passes_without_end_do_not_crowd_out_what_a_long_one_taught_until_it_is_old() -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     large = PassSize.of_chunk(1000, 256)
     teach(learner, TRUTH, [large] * 3)
     teach(learner, TRUTH, [PassSize.of_chunk(0, 4)] * 300)
@@ -185,7 +186,6 @@ def test_tokens_within_a_budget_take_just_that() -> None:
         assert TRUTH.fixed_s + count * (TRUTH.token_s + TRUTH.score_s * (start + count)) == pytest.approx(0.5)
     assert TRUTH.tokens_within(0.01, 0) == 0.0, "the fixed part alone takes longer"
     assert PassCost(0.0, 0.0, 0.0).tokens_within(0.1, 0) == math.inf
-    assert PassCost(0.01, 0.001, 0.0).tokens_at_fixed_share(0.5, 0) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("start", [0, 3000])
@@ -217,7 +217,7 @@ def test_where_all_is_fixed_longer_is_always_better() -> None:
     ids=["nothing but draws costs anything", "times many orders apart"],
 )
 def test_what_cannot_be_true_is_fitted_all_the_same(passes: list[tuple[tuple[int, int, int], float]]) -> None:
-    learner = PassCostLearner()
+    learner = PassCostLearner(POLICY)
     for size, elapsed_s in passes * 3:
         learner.note(PassSize(*size), elapsed_s)
         cost = learner.cost()

@@ -6,13 +6,15 @@ import dataclasses
 import itertools
 import random
 import statistics
+from collections.abc import Sequence as ReadSequence
 
 import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
 from icehouse_server.domain.request import ImageInput, ImageSpan
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.scheduler import PrefillChunk, Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
+from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.text.detokenizer import TextStream
 
@@ -82,10 +84,10 @@ def test_prompts_of_tenants_take_turns_in_a_pass() -> None:
     for each in (*long, short):
         scheduler.queue.add(each)
     scheduler.admit_all()
-    assert short in [chunk.sequence for chunk in scheduler.plan()]
+    assert short in [chunk.sequence for chunk in scheduler.plan().chunks]
     for each in long:
         each.overtaken_token_count = 99
-    chunks = {chunk.sequence.sequence_id: chunk.stop for chunk in scheduler.plan()}
+    chunks = {chunk.sequence.sequence_id: chunk.stop for chunk in scheduler.plan().chunks}
     assert chunks[short.sequence_id] == 3, "whatever was overtaken before"
 
 
@@ -121,7 +123,7 @@ def cuts_of(scheduler: Scheduler, s: Sequence) -> list[tuple[int, int]]:
     """Run a sequence's input to its end, nothing measured, and return its chunks."""
     cuts = []
     while s.remaining_token_count:
-        (chunk,) = scheduler.plan()
+        (chunk,) = scheduler.plan().chunks
         assert chunk.sequence is s
         cuts.append((chunk.start, chunk.stop))
         s.processed_token_count = chunk.stop
@@ -171,7 +173,7 @@ def test_no_chunk_ends_inside_an_image_that_is_seen_whole(done: int) -> None:
 def test_a_sequence_without_output_ends_before_its_last_token() -> None:
     s = sequence(0, 9)
     s.output_token_limit = 0
-    (chunk,) = one_admitted(LIMITS, s).plan()
+    (chunk,) = one_admitted(LIMITS, s).plan().chunks
     assert (chunk.start, chunk.stop, chunk.is_last) == (0, 8, False)
 
 
@@ -191,7 +193,7 @@ def test_several_prompts_share_a_pass_by_priority_and_shortest_first() -> None:
     for i, (count, priority) in enumerate([(40, 0), (20, 0), (30, 1)]):
         scheduler.queue.add(sequence(i, count, priority=priority))
     scheduler.admit_all()
-    chunks = [(c.sequence.sequence_id, c.stop - c.start) for c in scheduler.plan()]
+    chunks = [(c.sequence.sequence_id, c.stop - c.start) for c in scheduler.plan().chunks]
     assert chunks == [(2, 30), (1, 18), (0, 16)], "and the oldest has its quarter"
 
 
@@ -209,23 +211,22 @@ class Device:
         """Return what a pass of rows alone takes."""
         return self.seconds(PassSize.of_rows([0] * row_count))
 
-    def run_one(self, scheduler: Scheduler) -> tuple[float, list[PrefillChunk]]:
+    def run_one(self, scheduler: Scheduler) -> tuple[float, ReadSequence[PrefillChunk]]:
         """Run one pass; return what it took and its chunks."""
-        chunks = scheduler.plan()
-        size = scheduler.size_of(chunks)
-        assert size.token_count, "nothing to run"
-        elapsed_s = self.seconds(size)
+        plan = scheduler.plan()
+        assert plan.size.token_count, "nothing to run"
+        elapsed_s = self.seconds(plan.size)
         self.now += elapsed_s
-        scheduler.note_chunks(chunks)
-        scheduler.note_pass(size, elapsed_s)
+        scheduler.note_run(plan)
+        scheduler.note_time(plan, elapsed_s)
         for row in scheduler.decoding:
             row.output_token_ids.append(1)
-        for chunk in chunks:
+        for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
                 scheduler.start_decoding(chunk.sequence)
                 chunk.sequence.output_token_ids.append(1)
-        return elapsed_s, chunks
+        return elapsed_s, plan.chunks
 
     def run(self, scheduler: Scheduler, pass_count: int) -> list[float]:
         """Run so many passes; return what each took."""
@@ -314,17 +315,19 @@ def test_what_a_busy_machine_delayed_makes_no_passes_longer(seed: int) -> None:
     while first not in scheduler.decoding:
         Device(**costs).run(scheduler, 1)
     scheduler.remove(first)
-    device, rows = BusyMachine(seed=seed, **costs), scheduler.size_of([])
+    device, rows = (
+        BusyMachine(seed=seed, **costs),
+        PassPlan(PassSize.of_rows(s.kv_token_count for s in scheduler.decoding)),
+    )
     undisturbed: list[float] = []
     while second not in scheduler.decoding:
         for _ in range(3):
-            scheduler.note_pass(rows, device.seconds(rows) * device.delay)
-        chunks = scheduler.plan()
-        size = scheduler.size_of(chunks)
-        undisturbed.append(device.seconds(size))
-        scheduler.note_chunks(chunks)
-        scheduler.note_pass(size, undisturbed[-1] * device.delay)
-        for chunk in chunks:
+            scheduler.note_time(rows, device.seconds(rows.size) * device.delay)
+        plan = scheduler.plan()
+        undisturbed.append(device.seconds(plan.size))
+        scheduler.note_run(plan)
+        scheduler.note_time(plan, undisturbed[-1] * device.delay)
+        for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
                 scheduler.start_decoding(second)
@@ -355,7 +358,7 @@ def test_beside_a_decode_no_size_is_kept_that_only_confirms_itself(slice_s: floa
     limits = dataclasses.replace(WIDE, prefill_slice_s=slice_s)
     scheduler, _ = beside_decoding_ones(limits, 100_000)
     for _ in range(3):
-        scheduler.note_pass(PassSize(4, 16, 1), 0.0204)
+        scheduler.note_time(PassPlan(PassSize(4, 16, 1)), 0.0204)
     device = Device(fixed_s=0.020, token_s=0.0001)
     assert max(device.run(scheduler, 60)) > 0.0335, "it found room for 130 tokens"
 
@@ -440,7 +443,7 @@ def test_a_burst_that_finds_nobody_decoding_is_one_pass() -> None:
     for number in range(2, 18):
         scheduler.queue.add(without_output(number, 40))
     scheduler.admit_all()
-    assert sum(chunk.stop - chunk.start for chunk in scheduler.plan()) >= 15 * 40
+    assert sum(chunk.stop - chunk.start for chunk in scheduler.plan().chunks) >= 15 * 40
 
 
 @pytest.mark.parametrize("factor", [8.0, 1 / 8.0], ids=["slower", "faster"])
@@ -462,7 +465,7 @@ def test_a_chunk_after_a_long_restored_context_is_tried_small_first() -> None:
     scheduler.queue.add(long)
     scheduler.admit_all()
     long.processed_token_count = 20_000
-    (chunk,) = scheduler.plan()
+    (chunk,) = scheduler.plan().chunks
     assert chunk.stop - chunk.start <= 48, "nobody knows what context costs"
 
 
@@ -579,8 +582,8 @@ def test_restores_take_half_of_what_a_pass_may_while_prompts_wait_and_pay_back_w
     device.run(scheduler, 20)
     allowed_s = scheduler.restore_s(least_s=0.001)
     assert 0.3 * device.decode_s() < allowed_s <= 0.5 * device.decode_s()
-    left = sum(c.stop - c.start for c in scheduler.plan(spent_s=allowed_s))
-    assert left < 0.7 * sum(c.stop - c.start for c in scheduler.plan()), "they share a step"
+    left = sum(c.stop - c.start for c in scheduler.plan(spent_s=allowed_s).chunks)
+    assert left < 0.7 * sum(c.stop - c.start for c in scheduler.plan().chunks), "they share a step"
     scheduler.note_restore(3.5 * allowed_s, allowed_s=allowed_s)
     budgets = [scheduler.restore_s(least_s=0.001) for _ in range(4)]
     assert budgets[:2] == [0.0, 0.0] and 0.0 < budgets[2] < allowed_s and budgets[3] == allowed_s
@@ -588,11 +591,11 @@ def test_restores_take_half_of_what_a_pass_may_while_prompts_wait_and_pay_back_w
 
 def test_nobody_runs_when_nothing_is_there() -> None:
     scheduler = WatchedScheduler()
-    assert scheduler.plan() == [] and scheduler.is_empty
+    assert not scheduler.plan().chunks and scheduler.is_empty
     s = sequence(0, 2)
     scheduler.queue.add(s)
     scheduler.admit_all()
     scheduler.start_decoding(s)
-    assert scheduler.plan() == [] and scheduler.is_decoding
+    assert not scheduler.plan().chunks and scheduler.is_decoding
     scheduler.remove(s)
     assert scheduler.is_empty
