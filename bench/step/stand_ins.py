@@ -47,8 +47,8 @@ def have_page_kernels() -> None:
     from icehouse_server.engine.attention.gpu.headers import CUDA
     from icehouse_server.engine.attention.gpu.launch import GpuAttention
 
-    backend = "icehouse_server.engine.runner.runner.backend_for"
-    patch(backend, lambda shape: GpuAttention(make_kernel, CUDA)).start()
+    backend = "icehouse_server.engine.runner.runner.kernels_for"
+    patch(backend, lambda shape, **_: GpuAttention(make_kernel, CUDA)).start()
 
 
 def make_kernel(**_: Any) -> Callable[..., list[mx.array]]:

@@ -22,8 +22,8 @@ def shapes_are_costly(shape: PoolShape) -> bool:
     return is_cudnn and shape.head_size % 8 == 0 and find_backend() is Backend.CUDA
 
 
-def backend_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> PagedAttention:
-    """Return the device's kernels where they are proved for such layers, or plain MLX."""
+def kernels_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> PagedAttention | None:
+    """Return the device's kernels, where it has some and they are proved for such layers."""
     if query_head_count % shape.kv_head_count:
         query_head_count = shape.kv_head_count  # config.json does not tell it
     gather = GatherAttention()
@@ -32,4 +32,4 @@ def backend_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> 
         if not why:
             return kernels
         _log.warning("pages_unproved", extra={"detail": why})
-    return gather
+    return None

@@ -16,7 +16,8 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.choice import backend_for, shapes_are_costly
+from icehouse_server.engine.attention.choice import kernels_for, shapes_are_costly
+from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
@@ -374,10 +375,13 @@ class ModelRunner:
         head_count = model_loader.shape_of(loaded).head_count
         has_sinks = model_loader.has_sinks(loaded.model)
         backends = [
-            backend_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
+            kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
         ]
-        if not backends:
-            _log.info("pages_unused", extra={"detail": "the model's KV is not of one kind"})
+        if wanted is Attention.PAGES:
+            backends = [each or GatherAttention() for each in backends]
+        if not all(backends) or not backends:
+            why = "no kernels are proved here" if backends else "the model's KV is not of one kind"
+            _log.info("pages_unused", extra={"detail": why})
             return
         limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory()) // len(facts)
         # Kernels write into a pool where it is; plain MLX may copy it.
@@ -397,6 +401,7 @@ class ModelRunner:
                     shapes_are_costly(each.shape),
                 )
                 for each, backend in zip(facts, backends, strict=True)
+                if backend is not None
             )
         )
         self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)

@@ -50,7 +50,7 @@ def _primitives_of_a_pass(folder: Path, attention: Attention, *, row_count: int)
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "backend_for", lambda shape: GpuAttention(make_kernel, CUDA))
+    monkeypatch.setattr(runner_module, "kernels_for", lambda shape, **_: GpuAttention(make_kernel, CUDA))
 
 
 @pytest.fixture
