@@ -116,7 +116,7 @@ def compile_cubin(source: str, *, architecture: str | None = None) -> bytes:
         options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
         if nvrtc.nvrtcCompileProgram(program, len(options), options):
             log = _taken(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            raise NvrtcError(f"NVRTC did not compile a kernel: {log.decode(errors='replace')}")
+            raise NvrtcError(f"NVRTC did not compile a kernel: {log.decode(errors='replace').rstrip(chr(0))}")
         return _taken(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

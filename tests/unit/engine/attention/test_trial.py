@@ -1,0 +1,85 @@
+"""The trial lets kernels through that are right, and finds each kind of fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from icehouse_server.engine.attention.choice import backend_for
+from icehouse_server.engine.attention.gather import GatherAttention
+from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.launch import GpuAttention
+from icehouse_server.engine.attention.gpu.trial import prove
+from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
+
+from tests.unit.engine.attention.emulation import HEADER, Emulation
+
+SHAPE = PoolShape(5, 2, 64, 16, mx.float32)
+HEADS = 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_sinks"),
+    [(SHAPE, False), (PoolShape(1, 2, 64, 64, mx.bfloat16), True)],
+)
+def test_kernels_are_proved(shape: PoolShape, has_sinks: bool, emulation: Emulation) -> None:
+    kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
+    assert prove(shape, HEADS, backend=kernels, reference=GatherAttention(), has_sinks=has_sinks) == ""
+    assert {"icehouse_attend", "icehouse_attend_split"} <= set(emulation.launches)
+
+
+class _Faulty(GatherAttention):
+    """One of its verbs gets other arguments than those that it is given."""
+
+    def __init__(self, verb: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        right = getattr(self, verb)
+
+        def wrong(*places: Any, **named: Any) -> Any:
+            names = {"write": ("pool", "keys", "values", "places"), "attend": ("pool", "queries", "places")}
+            given = dict(zip(names.get(verb, ("pool", "places")), places, strict=True)) | named
+            return right(**change(given))
+
+        setattr(self, verb, wrong)
+
+
+def _a_token_before(places: TokenPlaces) -> TokenPlaces:
+    return dataclasses.replace(places, positions=np.maximum(places.positions - 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("verb", "change", "said"),
+    [
+        ("write", lambda given: given | {"layer": 0}, "pages"),
+        ("write", lambda given: given | {"values": given["keys"]}, "pages"),
+        ("attend", lambda given: given | {"layer": 0}, "off by"),
+        ("attend", lambda given: given | {"places": _a_token_before(given["places"])}, "off by"),
+        ("attend", lambda given: given | {"window": None}, "window 24"),
+        ("attend", lambda given: given | {"sinks": None}, "sinks"),
+        ("attend", lambda given: given | {"scale": 2 * given["scale"]}, "off by"),
+        ("attend", lambda given: given | {"queries": given["queries"] * np.nan}, "nan"),
+        ("gather_row", lambda given: given | {"first_token": given["first_token"] + 1}, "pages"),
+    ],
+)
+def test_faults_are_found(verb: str, change: Callable[[dict[str, Any]], dict[str, Any]], said: str) -> None:
+    why = prove(SHAPE, HEADS, backend=_Faulty(verb, change), reference=GatherAttention(), has_sinks=True)
+    assert said in why
+
+
+class _NotCompiled(GatherAttention):
+    def attend(self, *_: Any, **__: Any) -> mx.array:
+        raise RuntimeError("no such instruction")
+
+
+def test_kernels_that_do_not_compile_are_not_used() -> None:
+    why = prove(SHAPE, HEADS, backend=_NotCompiled(), reference=GatherAttention())
+    assert why == "attention over pages failed: no such instruction"
+
+
+def test_plain_mlx_is_used_where_there_is_no_gpu() -> None:
+    if mx.default_device().type == mx.DeviceType.gpu:
+        pytest.skip("there is a GPU here")
+    assert isinstance(backend_for(SHAPE, query_head_count=HEADS, has_sinks=False), GatherAttention)
