@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.gather import GatherAttention
+from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup
@@ -28,13 +29,24 @@ PADDED = ("llama", "gpt_oss", "qwen3")
 
 
 def paging_of(
-    model: Any, forward: ForwardPass, clock: PassClock, *, is_padded: bool = False
+    model: Any,
+    forward: ForwardPass,
+    clock: PassClock,
+    *,
+    attention: PagedAttention | None = None,
+    is_padded: bool = False,
 ) -> Paging | None:
     caches = make_prompt_cache(model)
     model(mx.array([[5, 6, 7]]), cache=caches)
     facts = groups_of(forward.facts.caches, caches, page_token_count=PAGE_TOKEN_COUNT)
     groups = [
-        PageGroup(PagePool(each.shape, passes=clock), GatherAttention(), each.layers, each.window, is_padded)
+        PageGroup(
+            PagePool(each.shape, passes=clock),
+            attention or GatherAttention(),
+            each.layers,
+            each.window,
+            is_padded,
+        )
         for each in facts
     ]
     return Paging(tuple(groups)) if groups else None
