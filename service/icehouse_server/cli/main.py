@@ -24,7 +24,7 @@ from icehouse_server.cli.service import commands as service_commands
 from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig
-from icehouse_server.config.load import quiet_grpc
+from icehouse_server.config.load import keep_attention_plans, quiet_grpc
 from icehouse_server.errors import ConfigError, IcehouseError
 
 EXIT_FAILURE = 1
@@ -49,6 +49,7 @@ def _serve(loaded: LoadedConfig) -> None:
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
+    keep_attention_plans()
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 

@@ -67,6 +67,12 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def keep_attention_plans() -> None:
+    """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
+    50 ms, and of its own accord MLX keeps 64. Before its import."""
+    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
+
+
 def load_config(
     *,
     flags: Mapping[str, object] | None = None,

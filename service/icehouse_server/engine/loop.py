@@ -138,6 +138,8 @@ class EngineLoop:
         self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
         if not has_run or not self._has_pass_to_run:
             self._output.publish()
+        if self._is_idle and not len(self._requests):
+            self._runner.warm_up_more()
 
     @property
     def _has_pass_to_run(self) -> bool:

@@ -192,6 +192,9 @@ class SimRunner:
     def layer_count(self) -> int:
         return 0 if self.is_pipelined else _LAYER_COUNT
 
+    def warm_up_more(self) -> bool:
+        return False
+
     def image_use(self) -> ImageUse:
         return ImageUse()
 

@@ -150,6 +150,10 @@ class Runner(Protocol):
         """Load and warm the model. Raises ModelError when the folder cannot be served."""
         ...
 
+    def warm_up_more(self) -> bool:
+        """Have some of what a request may ask for compiled, while nobody has one; False once all of it is."""
+        ...
+
     def open(self, sequence_id: SequenceId) -> None:
         """Make empty caches for a new sequence."""
         ...

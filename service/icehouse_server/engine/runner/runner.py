@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -90,7 +91,8 @@ class RunnerSettings:
     """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
     the next arrays are a share of it."""
     warms_every_draw: bool = False
-    """Draw once with every option before anybody does, where kernels are compiled when they first run."""
+    """Draw once with every option while nobody asks for anything, where kernels are compiled when they first
+    run. On an H100 that took over a minute at the first start (mlx 0.32.4 keeps what it compiled)."""
     image_feature_limit_bytes: int = 256 << 20
     """What vectors made of images may take, so that an image that comes again is not encoded again."""
 
@@ -131,6 +133,8 @@ class ModelRunner:
         self._paging: Paging | None = None
         """Where KV lies in pages; known after `load`."""
         self._page_groups: tuple[GroupFacts, ...] = ()
+        self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
+        """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
             is_pipelined=settings.is_pipelined,
@@ -172,7 +176,7 @@ class ModelRunner:
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         if self._settings.warms_every_draw:
-            self._draw_every_way()
+            self._warm_ups.extend(warm_up_rows())
         self._lend(kv_bytes_per_token)
         shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
@@ -336,22 +340,25 @@ class ModelRunner:
         mx.reset_peak_memory()
         return footprint
 
-    def _draw_every_way(self) -> None:
-        """Draw with every option that a request can have, by row and, where rows share buffers, there."""
-        for batch in warm_up_rows():
-            rows = {SequenceId(-1 - index): row for index, row in enumerate(batch)}
-            for sequence_id, row in rows.items():
-                self.open(sequence_id)
-                self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
-            self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
+    def warm_up_more(self) -> bool:
+        self._thread.check()
+        if not self._warm_ups:
+            return False
+        batch = self._warm_ups.popleft()
+        rows = {SequenceId(-1 - index): row for index, row in enumerate(batch)}
+        for sequence_id, row in rows.items():
+            self.open(sequence_id)
+            self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
+        self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
+        self.run([])
+        # By row and, where rows share buffers, there.
+        self._pipeline.seat_all()
+        for _ in range(2):
             self.run([])
-            self._pipeline.seat_all()
-            for _ in range(2):
-                self.run([])
-            self.release(list(rows))
-            self.run([])
+        self.release(list(rows))
+        self.run([])
         self._pipeline.forget_times()
-        mx.reset_peak_memory()
+        return bool(self._warm_ups)
 
     def _slab_token_limit(self, kv_bytes_per_token: int) -> int:
         """Return how long rows that share buffers may be."""

@@ -105,6 +105,8 @@ def test_no_request_is_the_first_to_run_a_kernel(
     for warms in (True, False):
         with primitives(monkeypatch) as seen[warms]:
             runner = runner_of(folder, is_pipelined=True, attention=attention, warms_every_draw=warms)
+            while runner.warm_up_more():
+                pass
         fresh[warms], drawn[warms] = {}, []
         for name, rows in rows_of_requests():
             with primitives(monkeypatch) as found:
@@ -137,5 +139,7 @@ def test_uneven_rows_share_buffers_and_guesses_are_fed(
     runner = runner_of(
         tiny_model_dir(tmp_path, "llama"), is_pipelined=True, attention=Attention.AUTO, warms_every_draw=True
     )
+    while runner.warm_up_more():
+        pass
     assert any(uneven) and any(len(each) for each in guessed)
     assert runner._sequences == {}

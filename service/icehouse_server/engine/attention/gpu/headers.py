@@ -22,7 +22,7 @@ class Language:
 
     header: str
     body_start: str = ""
-    lane_numbers: int = 64
+    lane_numbers: int = 32
     """Numbers of queries that a lane holds at once in registers, and as many of the result."""
     usual_core_count: int = 132
     """MLX does not tell a device's own. It only decides how far keys are split."""
@@ -65,6 +65,5 @@ METAL = Language(
     # MLX passes a kernel those attributes that its body names.
     body_start="// threadgroup_position_in_grid threadgroups_per_grid thread_position_in_threadgroup"
     " threads_per_threadgroup\n",
-    lane_numbers=32,
     usual_core_count=32,
 )

@@ -22,7 +22,9 @@ from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
-_LANES_A_KEY = 8
+_MOST_LANES_A_KEY = 16
+"""With 8 a pass of 64 rows of 100 to 1,500 tokens took 6.5 ms instead of 5.8, of one row 2.9 instead of 2.2
+(36 layers, 32 heads of 128 over 8; H100)."""
 _VECTOR_BYTES = 16
 _LEAST_INPUT = 8
 """MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
@@ -300,8 +302,13 @@ class GpuAttention:
 
     def _heads_a_block(self, group: int, head_size: int) -> int:
         """Return how many query heads a block takes: as many as fit the registers, evenly."""
-        most = max(1, self._language.lane_numbers // (head_size // _LANES_A_KEY))
+        most = max(1, self._language.lane_numbers // (head_size // _lanes(head_size)))
         return -(-group // -(-group // most))
+
+
+def _lanes(head_size: int) -> int:
+    """Return how many lanes share a key."""
+    return _MOST_LANES_A_KEY if head_size % _MOST_LANES_A_KEY == 0 else _MOST_LANES_A_KEY // 2
 
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
@@ -316,7 +323,7 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
 def _query_constants(
     shape: PoolShape, dtype: mx.Dtype, group: int, heads: int
 ) -> list[tuple[str, int | mx.Dtype]]:
-    lane_numbers = shape.head_size // _LANES_A_KEY
+    lane_numbers = shape.head_size // _lanes(shape.head_size)
     # The largest power of two that divides them.
     vector = min(lane_numbers & -lane_numbers, _VECTOR_BYTES // shape.dtype.size)
     rounds = min(max(64 // (lane_numbers * shape.dtype.size), 1), 4)
@@ -324,7 +331,7 @@ def _query_constants(
         ("Q", dtype),
         ("GROUP", group),
         ("HEADS", heads),
-        ("LANES", _LANES_A_KEY),
+        ("LANES", _lanes(shape.head_size)),
         ("VECTOR", vector),
         ("ROUNDS", rounds),
     ]
