@@ -118,13 +118,20 @@ def main() -> None:
         path = make_random_model(Path(scratch), which=RandomModel.DEEP)
         with _sides([*arguments.attention, ENGINE], path, log_file=log_file) as sides:
             device = sides[0].device
-            found = [
-                side.measure(row_count, prompt_token_count=arguments.prompt, pass_count=arguments.passes)
-                for row_count in arguments.rows
-                for _ in range(arguments.rounds)
-                for side in sides
-            ]
+            found = list(_measured(sides, arguments))
     _report(joined(found), device=device)
+
+
+def _measured(sides: Sequence[Side], arguments: argparse.Namespace) -> Iterator[Found]:
+    """Have the sides take turns, and tell each measurement as it comes."""
+    for row_count in arguments.rows:
+        for _ in range(arguments.rounds):
+            for side in sides:
+                one = side.measure(
+                    row_count, prompt_token_count=arguments.prompt, pass_count=arguments.passes
+                )
+                console.print(f"{row_count} rows, {side.name}: {1000 * one.usual_s:.2f} ms")
+                yield one
 
 
 @contextlib.contextmanager

@@ -117,9 +117,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences that decode")
     parser.add_argument("--prompt", type=int, default=40, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=60, help="steps that are watched, twice")
-    parser.add_argument("--model", default="thin", help="thin, large, or as for icehouse serve")
+    parser.add_argument("--model", default="thin", help="thin, large, deep, or as for icehouse serve")
+    parser.add_argument("--attention", default="auto", help="as for icehouse serve")
+    parser.add_argument("--as-gpu", action="store_true", help="with a GPU's graphs stood in for, on a CPU")
     arguments = parser.parse_args()
     load_openblas()
+    if arguments.as_gpu:
+        from bench.step.stand_ins import take_gpu_ways
+
+        take_gpu_ways()
     # Only now: these import MLX, in front of which OpenBLAS belongs.
     from bench.model_folder import model_path
 
@@ -136,7 +142,11 @@ async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
     from icehouse_server.engine.loop import EngineLoop
 
     from bench.step.engine import running_engine, until
+    from bench.step.stand_ins import GPU, have_one_primitive_each, have_page_kernels
 
+    if arguments.as_gpu:
+        have_page_kernels()
+    device = GPU if arguments.as_gpu else find_device()
     watch = Watch()
     own_step = EngineLoop.step
 
@@ -147,7 +157,10 @@ async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
         patches.enter_context(patch.object(EngineLoop, "step", watched_step))
         for name in _EVALUATIONS:
             patches.enter_context(patch.object(mx, name, watch.evaluation(getattr(mx, name))))
-        async with running_engine(path, device=find_device()) as engine:
+        flags = {"engine.attention": arguments.attention}
+        async with running_engine(path, device=device, flags=flags) as engine:
+            if arguments.as_gpu:
+                have_one_primitive_each()
             rows = engine.rows(
                 arguments.rows, prompt_token_count=arguments.prompt, output_limit=100 * arguments.steps
             )
