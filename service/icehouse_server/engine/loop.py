@@ -33,6 +33,9 @@ from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
+_IDLE_BEFORE_WARM_UP_S = 10.0
+"""An engine that has been idle for so long may compile what nobody has needed yet: each step of that takes
+seconds on a GPU, and whoever comes meanwhile waits."""
 _FIRST_GAP_S = 0.002
 _BURST_GAP_S = 0.003
 _BURST_S = 0.02
@@ -104,6 +107,7 @@ class EngineLoop:
         self._drain_deadline: float | None = None
         self._dispatched: PassPlan | None = None
         self._is_idle = True
+        self._idle_since_time = self._clock.monotonic()
 
     @property
     def is_idle(self) -> bool:
@@ -138,7 +142,13 @@ class EngineLoop:
         self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
         if not has_run or not self._has_pass_to_run:
             self._output.publish()
-        if self._is_idle and not len(self._requests):
+        self._warm_up_if_idle()
+
+    def _warm_up_if_idle(self) -> None:
+        now = self._clock.monotonic()
+        if not self._is_idle or len(self._requests) or self.is_draining:
+            self._idle_since_time = now
+        elif now - self._idle_since_time >= _IDLE_BEFORE_WARM_UP_S:
             self._runner.warm_up_more()
 
     @property

@@ -490,6 +490,24 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
     assert served.mailbox.waits_s == [0.5] * 5 and served.loop.is_idle
 
 
+def test_an_engine_warms_up_further_only_when_nobody_has_asked_for_anything_in_a_while() -> None:
+    served = SteppedLoop()
+
+    def step_for(seconds: float) -> None:
+        for _ in range(int(seconds / 0.5)):
+            served.clock.now += 0.5
+            served.loop.step()
+
+    step_for(5.0)
+    assert served.runner.warm_up_count == 0
+    served.submit("a", (1, 2))
+    served.run()
+    step_for(9.0)
+    assert served.runner.warm_up_count == 0
+    step_for(5.0)
+    assert served.runner.warm_up_count > 0
+
+
 def test_a_wait_ends_with_the_nearest_deadline() -> None:
     served = SteppedLoop(running_limit=1)
     served.submit("loads", (1, 2), deadline_time=served.clock.now + 0.2)
