@@ -50,6 +50,9 @@ fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conv
 serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
 	@$(BIN)/icehouse serve $(ARGS)
 
+# What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
+test test-slow test-fleet test-docs test-clients: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
