@@ -1,8 +1,8 @@
 """Hundreds of seeded stories, thousands in `make test-slow`, a hundred times SIM_CHUNKS.
 
 A story takes some 0.13 s of one core. Each break of `test_teeth.py` is noticed by one of the first 300,
-nine of ten by one of the first ten, and hundreds are played here; those of other kinds prove the same and
-something besides. Thousands look for what nobody has thought of.
+most by one of the first ten, and as many are played here; those of other kinds prove the same and something
+besides. Thousands look for what nobody has thought of.
 
 ICEHOUSE_SIM_SEED=n plays one of them and prints what happened in it.
 """
@@ -19,7 +19,7 @@ from tests.system.sim.coverage import ONE_IN, Coverage
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED
 from tests.system.sim.stories import play
 
-_CHUNK_COUNT = 4
+_CHUNK_COUNT = 7
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "50"))
 _SLOW_CHUNK_SEED_COUNT = 100
