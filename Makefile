@@ -9,6 +9,9 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
 WORKERS ?= 3
+# Kinds of processor as OpenBLAS names them (each sums in an order of its own), and the tests that compute with it.
+PROCESSORS ?= Haswell Zen SkylakeX Sandybridge
+COMPUTING := tests/unit/engine tests/system/sim tests/system/e2e tests/system/cache tests/system/golden
 SHELL := /bin/sh
 
 BIN := $(VENV)/bin
@@ -26,7 +29,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -50,11 +53,18 @@ fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conv
 serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
 	@$(BIN)/icehouse serve $(ARGS)
 
+# What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
+test test-slow test-processors test-fleet test-docs test-clients: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
+
+test-processors: $(STAMP) ## Run the tests that compute as on other processors: half an hour each (PROCESSORS="Haswell Zen" chooses).
+	@for kind in $(PROCESSORS); do echo "== OPENBLAS_CORETYPE=$$kind"; \
+		OPENBLAS_CORETYPE=$$kind $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COMPUTING) $(ARGS) || exit 1; done
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)

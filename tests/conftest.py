@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.fixtures import installed_code
+
 # An example may take as long as it takes: a busy machine is no fault.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -22,6 +24,8 @@ _MEMORY, _PLENTY_BYTES = "/dev/shm", 4 << 30
 with contextlib.suppress(OSError):
     if shutil.disk_usage(_MEMORY).free >= _PLENTY_BYTES and os.access(_MEMORY, os.W_OK):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
+
+installed_code.read_once()
 
 _LOGGERS = ("", "icehouse", "icehouse_server")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 
-import pytest
-
-from tests.tidy.tree import SERVER, Module, imports_of, modules
+from tests.tidy.tree import SERVER, Module, imports_of, modules, nodes_of
 
 PACKAGE = "icehouse_server"
 
@@ -118,8 +117,11 @@ OWNERS = {
 SQLITE_ERRORS_ONLY = ("storage.directory.manifest",)
 """The one module that uses sqlite3 itself; elsewhere it is an error to catch."""
 
-SERVICE = modules(SERVER)
-FOLDER_OF = {module.name: module.folder for module in SERVICE}
+
+@functools.cache
+def folders() -> dict[str, str]:
+    """Return each module's room."""
+    return {module.name: module.folder for module in modules(SERVER)}
 
 
 def is_owner(owners: tuple[str, ...], name: str) -> bool:
@@ -136,77 +138,77 @@ def rooms_of(module: Module) -> list[tuple[int, str]]:
     found = []
     for line, name in imports_of(module):
         if name.split(".")[0] == PACKAGE:
-            home = name if name in FOLDER_OF else name.rpartition(".")[0]
-            found.append((line, FOLDER_OF[home]))
+            home = name if name in folders() else name.rpartition(".")[0]
+            found.append((line, folders()[home]))
     return found
 
 
 def test_every_room_has_its_place_and_every_place_its_room() -> None:
-    assert sorted(ROOMS) == sorted({module.folder for module in SERVICE if module.folder})
+    assert sorted(ROOMS) == sorted({module.folder for module in modules(SERVER) if module.folder})
 
 
-@pytest.mark.parametrize("module", [m for m in SERVICE if m.folder], ids=lambda m: m.name)
-def test_imports_go_downwards(module: Module) -> None:
-    own = ROOMS.index(module.folder)
+def test_imports_go_downwards() -> None:
     wrong = [
-        f"{module.path}:{line}: {room}" for line, room in rooms_of(module) if room and ROOMS.index(room) > own
+        f"{module.path}:{line}: {room}"
+        for module in modules(SERVER)
+        if module.folder
+        for line, room in rooms_of(module)
+        if room and ROOMS.index(room) > ROOMS.index(module.folder)
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [m for m in SERVICE if m.folder.startswith(("rpc", "cli"))],
-    ids=lambda m: m.name,
-)
-def test_only_the_composition_root_looks_into_the_engine(module: Module) -> None:
+def test_only_the_composition_root_looks_into_the_engine() -> None:
     wrong = [
         f"{module.path}:{line}: {room}"
+        for module in modules(SERVER)
+        if module.folder.startswith(("rpc", "cli"))
         for line, room in rooms_of(module)
         if room.startswith("engine") and room not in ENGINE_FACES
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)
-def test_foreign_packages_stay_in_their_rooms(module: Module) -> None:
+def test_foreign_packages_stay_in_their_rooms() -> None:
     wrong = [
         f"{module.path}:{line}: {name}"
+        for module in modules(SERVER)
         for line, name in imports_of(module)
         if (owners := OWNERS.get(name.split(".")[0])) and not is_owner(owners, inner(module.name))
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", OWNERS)
-def test_every_permit_is_used(package: str) -> None:
-    users = [
-        inner(module.name)
-        for module in SERVICE
-        if any(name.split(".")[0] == package for _, name in imports_of(module))
+def test_every_permit_is_used() -> None:
+    users: dict[str, set[str]] = {package: set() for package in OWNERS}
+    for module in modules(SERVER):
+        for _, name in imports_of(module):
+            users.get(name.split(".")[0], set()).add(inner(module.name))
+    stale = [
+        f"{package}: {owner}"
+        for package, owners in OWNERS.items()
+        for owner in owners
+        if not any(is_owner((owner,), user) for user in users[package])
     ]
-    stale = [owner for owner in OWNERS[package] if not any(is_owner((owner,), user) for user in users)]
     assert stale == []
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in SERVICE if m.folder.startswith("storage")], ids=lambda m: m.name
-)
-def test_outside_the_manifest_sqlite_is_an_error_to_catch_and_nothing_else(module: Module) -> None:
-    if inner(module.name) in SQLITE_ERRORS_ONLY:
-        return
+def test_outside_the_manifest_sqlite_is_an_error_to_catch_and_nothing_else() -> None:
     used = {
-        node.attr
-        for node in ast.walk(module.tree)
+        f"{module.path}: {node.attr}"
+        for module in modules(SERVER)
+        if module.folder.startswith("storage") and inner(module.name) not in SQLITE_ERRORS_ONLY
+        for node in nodes_of(module)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sqlite3"
+        if not node.attr.endswith("Error") and not node.attr.startswith("SQLITE_")
     }
-    assert {name for name in used if not name.endswith("Error") and not name.startswith("SQLITE_")} == set()
+    assert used == set()
 
 
 def test_nothing_below_tests_or_bench_is_imported_by_the_service() -> None:
     wrong = [
         f"{module.path}:{line}"
-        for module in SERVICE
+        for module in modules(SERVER)
         for line, name in imports_of(module)
         if name.split(".")[0] in ("tests", "bench", "clients")
     ]

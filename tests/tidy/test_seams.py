@@ -6,11 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
-from tests.tidy.tree import SERVER, Module, modules
-
-SERVICE = modules(SERVER)
+from tests.tidy.tree import SERVER, Module, modules, nodes_of
 
 # Called name -> modules that may call it (exact names).
 DOORS = {
@@ -56,40 +52,37 @@ def dotted(node: ast.expr) -> str:
 
 
 def names_used(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in nodes_of(module):
         if isinstance(node, ast.Attribute | ast.Name):
             yield node.lineno, dotted(node)
 
 
-@pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)
-def test_the_process_is_asked_in_one_place(module: Module) -> None:
+def test_the_process_is_asked_in_one_place() -> None:
     wrong = [
         f"{module.path}:{line}: {name}"
+        for module in modules(SERVER)
         for line, name in names_used(module)
         if name in DOORS and module.name not in DOORS[name]
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in SERVICE if m.folder.startswith("storage")], ids=lambda m: m.name
-)
-def test_the_cache_writes_files_behind_its_seam(module: Module) -> None:
-    if module.name in FILES_SEAM:
-        return
+def test_the_cache_writes_files_behind_its_seam() -> None:
     wrong = [
         f"{module.path}:{node.lineno}: {dotted(node.func)}"
-        for node in ast.walk(module.tree)
+        for module in modules(SERVER)
+        if module.folder.startswith("storage") and module.name not in FILES_SEAM
+        for node in nodes_of(module)
         if isinstance(node, ast.Call) and dotted(node.func) in FILE_VERBS
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", SERVICE, ids=lambda m: m.name)
-def test_no_exception_is_swallowed(module: Module) -> None:
+def test_no_exception_is_swallowed() -> None:
     wrong = [
         f"{module.path}:{node.lineno}"
-        for node in ast.walk(module.tree)
+        for module in modules(SERVER)
+        for node in nodes_of(module)
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or all(isinstance(statement, ast.Pass) for statement in node.body))
     ]
@@ -101,25 +94,26 @@ CACHE_TABLE = "icehouse_server.engine.kv_cache.cache_classes"
 VALUES_ARE_COMPARED = ("icehouse_server.engine.kv_cache.opaque_state",)
 """Tells arrays from plain scalars in a state, of whatever class."""
 
-ENGINE = [m for m in SERVICE if m.folder.partition(".")[0] == "engine"]
+
+def names_of(node: ast.AST) -> list[str]:
+    """Return what a node may name a class by."""
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return [alias.name.rpartition(".")[2] for alias in node.names]
+    if isinstance(node, ast.Name | ast.Attribute):
+        return [dotted(node).rpartition(".")[2]]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
-@pytest.mark.parametrize("module", ENGINE, ids=lambda m: m.name)
-def test_cache_classes_are_told_apart_in_one_table(module: Module) -> None:
+def test_cache_classes_are_told_apart_in_one_table() -> None:
     """Elsewhere no class of mlx-lm's caches is named, as a class or in a string, and no type is compared."""
-    if module.name == CACHE_TABLE:
-        return
     wrong = []
-    for node in ast.walk(module.tree):
-        words: list[str] = []
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            words = [alias.name.rpartition(".")[2] for alias in node.names]
-        elif isinstance(node, ast.Name | ast.Attribute):
-            words = [dotted(node).rpartition(".")[2]]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = [node.value]
-        wrong += [f"{module.path}: {word}" for word in words if CACHE_CLASS_NAME.fullmatch(word)]
-        if isinstance(node, ast.Compare) and module.name not in VALUES_ARE_COMPARED:
-            calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and dotted(n.func) == "type"]
-            wrong += [f"{module.path}:{node.lineno}: a type is compared" for _ in calls]
+    for module in modules(SERVER):
+        if module.folder.partition(".")[0] != "engine" or module.name == CACHE_TABLE:
+            continue
+        for node in nodes_of(module):
+            named = [word for word in names_of(node) if CACHE_CLASS_NAME.fullmatch(word)]
+            wrong += [f"{module.path}: {word}" for word in named]
+            if isinstance(node, ast.Compare) and module.name not in VALUES_ARE_COMPARED:
+                calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and dotted(n.func) == "type"]
+                wrong += [f"{module.path}:{node.lineno}: a type is compared" for _ in calls]
     assert wrong == []

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_SKIPPED = {"build", "dist", "node_modules", "out", "target"}
+_SKIPPED = {"__pycache__", "build", "dist", "node_modules", "out", "target"}
 _SHOWN = {".ci", ".gitattributes", ".gitignore"}
 """What begins with a dot and still is ours; every other such name is a tool's."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Module:
     """One Python file: its dotted name, path relative to the root, text and tree."""
 
@@ -45,7 +47,7 @@ def modules(folder: str) -> tuple[Module, ...]:
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         relative = path.relative_to(ROOT)
-        if _is_skipped(relative):
+        if any(_is_skipped(part) for part in relative.parts):
             continue
         name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__").removeprefix("service.")
         text = path.read_text(encoding="utf-8")
@@ -54,37 +56,48 @@ def modules(folder: str) -> tuple[Module, ...]:
     return tuple(found)
 
 
-def imports_of(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of everything a module imports, anywhere in it."""
-    for node in ast.walk(module.tree):
+@functools.cache
+def nodes_of(module: Module) -> tuple[ast.AST, ...]:
+    """Return every node of a module's tree."""
+    return tuple(ast.walk(module.tree))
+
+
+@functools.cache
+def imports_of(module: Module) -> tuple[tuple[int, str], ...]:
+    """Return line and full name of everything a module imports, anywhere in it."""
+    found: list[tuple[int, str]] = []
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module.path}:{node.lineno}: a relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 def functions_of(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function and method of a module, nested ones included."""
-    for node in ast.walk(module.tree):
+    for node in nodes_of(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
-def text_files() -> Iterator[tuple[Path, str]]:
-    """Yield every text file of the repository, generated ones left out."""
-    for path in sorted(ROOT.rglob("*")):
-        relative = path.relative_to(ROOT)
-        if _is_skipped(relative) or relative.parts[0] == "gen" or path.is_symlink() or not path.is_file():
-            continue
-        try:
-            yield relative, path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+@functools.cache
+def text_files() -> tuple[tuple[Path, str], ...]:
+    """Return every text file of the repository, generated ones left out."""
+    found = []
+    for folder, folder_names, file_names in os.walk(ROOT):
+        # Not gone into: an environment has many times as many files as the repository.
+        folder_names[:] = [name for name in folder_names if not _is_skipped(name)]
+        for name in file_names:
+            path = Path(folder, name)
+            relative = path.relative_to(ROOT)
+            if _is_skipped(name) or relative.parts[0] == "gen" or path.is_symlink() or not path.is_file():
+                continue
+            with contextlib.suppress(UnicodeDecodeError):
+                found.append((relative, path.read_text(encoding="utf-8")))
+    return tuple(sorted(found))
 
 
-def _is_skipped(relative: Path) -> bool:
-    return any(
-        part in _SKIPPED or part.endswith(".egg-info") or (part.startswith(".") and part not in _SHOWN)
-        for part in relative.parts
-    )
+def _is_skipped(part: str) -> bool:
+    return part in _SKIPPED or part.endswith(".egg-info") or (part.startswith(".") and part not in _SHOWN)

@@ -25,7 +25,8 @@ from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, 
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.calls.calls import Calls, Context, end
+from icehouse_server.rpc.calls import loop_timeout
+from icehouse_server.rpc.calls.calls import Calls, Context, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
     METHODS,
@@ -37,7 +38,7 @@ from icehouse_server.rpc.calls.methods import (
 )
 from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import Encoded, set_limit, set_received_bytes
+from icehouse_server.rpc.calls.wire import Encoded, Limit, set_limit, set_received_bytes
 from icehouse_server.rpc.engine_client import answers
 
 _TURN_COUNT = 16
@@ -118,7 +119,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(_: object, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                async with _limited(method, context):
+                async with self._limited(method, context):
                     request = await self._admit(handler, method, context, held)
                     if not inspect.isasyncgenfunction(behaviour):
                         async with self._turn(METHODS[method]):
@@ -149,7 +150,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     method, context, lambda: held.enter_context(self._let_in(method, context))
                 )
                 try:
-                    async with _limited(method, context):
+                    async with self._limited(method, context):
                         async for response in handler.stream_stream(parsed(requests), context):
                             await self._answer(method, context, response)
                 except InvalidRequest as error:
@@ -168,7 +169,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             timeout_s = min(timeout_s, row.message_timeout_s)
         memory: Hold | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with loop_timeout.of(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
                     # How long a message is nobody knows before it is there.
                     memory = await self._memory.take(callers.origin.get(), self._limits.size_bytes)
@@ -183,6 +184,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return await self._parsed(handler, data, row)
         except Exception as error:
             await self._refuse(method, context, error)
+
+    def _admission(self, row: Method, timer: asyncio.Timeout) -> contextlib.AbstractAsyncContextManager[None]:
+        # Of health callers hear to the end.
+        if row.pool is Pool.HEALTH:
+            return contextlib.nullcontext()
+        return self._calls.admission(timer)
 
     async def _parsed(self, handler: Any, data: Any, row: Method) -> Any:
         """Return the message; raises InvalidRequest."""
@@ -215,6 +222,25 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return step()
         except Exception as error:
             await self._refuse(method, context, error)
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
+        """End a call that brings no deadline when its method's has passed, and any when the server stops."""
+        deadline_s = METHODS[method].deadline_s
+        limit = Limit(deadline_s if context.time_remaining() is None else None)
+        set_limit(limit)
+        with self._calls.open(limit, is_endless=deadline_s is None):
+            try:
+                async with limit.timer:
+                    yield
+            except TimeoutError:
+                if limit.code is None:
+                    raise
+                has_ended = bool(context.code())
+                if has_ended:
+                    # Its status waits for a reader already.
+                    raise asyncio.CancelledError from None
+                await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
     async def _answer(self, method: str, context: Context, response: answers.Message) -> None:
         """Write an answer, or end the call with a status where its caller leaves too much unread."""
@@ -253,25 +279,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._health_is_open and row.access is Access.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
-
-
-@contextlib.asynccontextmanager
-async def _limited(method: str, context: Context) -> AsyncIterator[None]:
-    """End a call that brings no deadline when its method's has passed."""
-    deadline_s = METHODS[method].deadline_s
-    timer = asyncio.timeout(deadline_s if context.time_remaining() is None else None)
-    set_limit(timer)
-    try:
-        async with timer:
-            yield
-    except TimeoutError:
-        if not timer.expired():
-            raise
-        has_ended = bool(context.code())
-        if has_ended:
-            # Its status waits for a reader already.
-            raise asyncio.CancelledError from None
-        await end(context, status_of(_endless(deadline_s)))
 
 
 def _endless(deadline_s: float | None) -> DeadlineExceeded:

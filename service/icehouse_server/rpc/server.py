@@ -64,8 +64,17 @@ SERVICE_NAMES = (
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
-_FLUSH_S = 0.5
-"""Time for the last statuses to leave after their calls have ended."""
+_TURN_S = 0.02
+"""A stop waits in turns of the event loop: while it stands still, none pass."""
+_FLUSH_TURNS = 25
+"""For the last answers and statuses to leave after their calls have ended."""
+_QUIET_TURNS = 2
+"""Without a new call until the port is closed: gRPC cancels calls that it has and nobody took up yet."""
+_HEARD_TURNS = 50
+"""The same where somebody has called since the stop: a balancer asks once a second for health."""
+_LONGEST_TURNS = 150
+_CLOSE_S = 0.5
+"""How long gRPC may wait for calls whose answers nobody takes."""
 
 
 def draw_seed() -> int:
@@ -167,7 +176,7 @@ class RpcServer:
         return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
-        """NOT_SERVING, no new calls, running ones get `grace_s` to end, then they are cancelled."""
+        """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
         for task in self._tasks:
             await background.end(task)
@@ -175,13 +184,39 @@ class RpcServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._calls.wait_idle()
-        # Not waited for any longer: health watchers, who would stay for ever.
-        await self._server.stop(_FLUSH_S)
+        # Health watchers, who would stay for ever.
+        self._calls.cut_endless()
+        if grace_s:
+            await self._refuse_latecomers()
+        self._calls.cut()
+        await self._flush()
+        await self._server.stop(_CLOSE_S)
         await self._observation.stop()
         self._prompts.close()
         self._grammars.close()
         if self._bound.socket_file is not None:
             self._bound.socket_file.remove()
+
+    async def _refuse_latecomers(self) -> None:
+        """Return when no new calls come any more, or so many turns later."""
+        calls, quiet_count, wanted_count = self._calls, 0, _QUIET_TURNS
+        for turn in range(_LONGEST_TURNS):
+            refused_count = calls.refused_count
+            await asyncio.sleep(_TURN_S)
+            quiet_count += 1
+            if calls.refused_count > refused_count:
+                quiet_count, wanted_count = 0, _HEARD_TURNS
+            elif calls.open_count and turn < _FLUSH_TURNS:
+                quiet_count = 0
+            if quiet_count >= wanted_count:
+                return
+
+    async def _flush(self) -> None:
+        """Return when all calls have ended; one whose reader takes nothing is not waited for longer."""
+        for _ in range(_FLUSH_TURNS):
+            if not self._calls.open_count:
+                return
+            await asyncio.sleep(_TURN_S)
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from icehouse_server.clock import SystemClock
+from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Event, Finished, PrefillProgress, Started
@@ -74,7 +74,8 @@ class Answer:
 
 class CacheServer:
     """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. With `lends`, restored
-    sequences read KV in RAM where it is, however short they are, on a CPU."""
+    sequences read KV in RAM where it is, however short they are, on a CPU. `storage_clock` is the storage
+    thread's."""
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class CacheServer:
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),
         draft: Path | None = None,
+        storage_clock: Clock | None = None,
         **storage_changes,
     ) -> None:
         clock = SystemClock()
@@ -137,7 +139,7 @@ class CacheServer:
             self.storage = Storage(
                 dataclasses.replace(storage_settings, **storage_changes),
                 files=files or SystemFiles(),
-                clock=clock,
+                clock=storage_clock or clock,
                 post=self._take,
             )
         settings = PrefixSettings(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -86,32 +88,46 @@ def test_each_adapter_says_what_it_says_in_mlx_lm(
     assert len({tuple(tokens) for tokens in told.values()}) == 3, "the adapters change the text"
 
 
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9, seed=3), SamplingParams(top_k=5, seed=8))
+ASKED = [
+    # Three prompts, each of them with every adapter: what is shared by mistake is met at once.
+    (f"{i}", prompt(BLOCK * 2 + 3 + i // 9, salt=i // 3 % 3), NAMES[i % 3], SAMPLINGS[i // 9])
+    for i in range(27)
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A model, two adapters, and what each request of `ASKED` comes to alone."""
+
+    model_dir: Path
+    adapters: Sequence[AdapterSource]
+    alone: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
+    folder = tmp_path_factory.mktemp("mixed")
+    model_dir = tiny_model_dir(folder, "llama")
+    adapters = adapters_of(folder, model_dir, "lora", "dora")
+    with CacheServer(model_dir, None, adapters=adapters) as served:
+        alone = [
+            served.ask(name, tokens, adapter=adapter, sampling=sampling, cache_use=CacheUse.OFF).tokens
+            for name, tokens, adapter, sampling in ASKED
+        ]
+    assert len({tuple(tokens) for tokens in alone}) > 12
+    return Mixed(model_dir, adapters, alone)
+
+
 @pytest.mark.parametrize("is_pipelined", [True, False])
 @pytest.mark.parametrize("cache_use", [CacheUse.READ_WRITE, CacheUse.OFF])
 def test_a_mixed_batch_gives_each_adapter_its_own_text(
-    tmp_path: Path, cache_use: CacheUse, is_pipelined: bool
+    mixed: Mixed, cache_use: CacheUse, is_pipelined: bool
 ) -> None:
-    model_dir = tiny_model_dir(tmp_path, "llama")
-    adapters = adapters_of(tmp_path, model_dir, "lora", "dora")
-    samplings = (SamplingParams(), SamplingParams(temperature=0.9, seed=3), SamplingParams(top_k=5, seed=8))
-    asked = [
-        # Three prompts, each of them with every adapter: what is shared by mistake is met at once.
-        (f"{i}", prompt(BLOCK * 2 + 3 + i // 9, salt=i // 3 % 3), NAMES[i % 3], samplings[i // 9])
-        for i in range(27)
-    ]
-
-    def ask_all(*, together: bool, cache_use: CacheUse) -> list[list[int]]:
-        with CacheServer(model_dir, None, adapters=adapters, is_pipelined=is_pipelined) as served:
-            told = []
-            for name, tokens, adapter, sampling in asked:
-                served.submit(name, tokens, adapter=adapter, sampling=sampling, cache_use=cache_use)
-                if not together:
-                    told.append(served.answer(name).tokens)
-            return told or [served.answer(name).tokens for name, *_ in asked]
-
-    alone = ask_all(together=False, cache_use=CacheUse.OFF)
-    assert ask_all(together=True, cache_use=cache_use) == alone
-    assert len({tuple(tokens) for tokens in alone}) > 12
+    with CacheServer(mixed.model_dir, None, adapters=mixed.adapters, is_pipelined=is_pipelined) as served:
+        for name, tokens, adapter, sampling in ASKED:
+            served.submit(name, tokens, adapter=adapter, sampling=sampling, cache_use=cache_use)
+        assert [served.answer(name).tokens for name, *_ in ASKED] == mixed.alone
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])

@@ -49,35 +49,26 @@ class Installed:
         return answers(self.packages, self._model, directory or self._directory)
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Installed:
-    return Installed(tmp_path)
-
-
-def test_changed_code_begins_cold_and_is_warm_again_when_it_is_back(
-    tmp_path: Path, installed: Installed
-) -> None:
+def test_blocks_end_with_the_code_that_computed_them_and_with_no_other(tmp_path: Path) -> None:
+    installed = Installed(tmp_path)
     old = installed.serve()
     assert old["ssd_tokens"] == NOTHING and old["changed_code"] == []
+
+    # A number is no code, and neither is code that the model does not run.
+    installed.release("99.0")
+    installed.edit(
+        "models/gemma3_text.py", "class Model(nn.Module):", "class Model(nn.Module):\n    edited = 1\n"
+    )
+    warm = installed.serve()
+    assert (warm["ssd_tokens"], warm["tokens"], warm["changed_code"]) == (WHOLE, old["tokens"], [])
+
     installed.edit("models/llama.py", SCALE, f"{SCALE} * 1.7")
     new = installed.serve()
     assert new["ssd_tokens"] == NOTHING, "KV of the old code was read"
     assert new["changed_code"] == ["mlx_lm.models.llama"]
     assert new["tokens"] == installed.serve(directory=tmp_path / "other blocks")["tokens"]
     assert all(a != b for a, b in zip(new["tokens"], old["tokens"], strict=True)), "the edit does nothing"
-    installed.release("99.0")
-    same = installed.serve()
-    assert (same["ssd_tokens"], same["tokens"]) == (WHOLE, new["tokens"]), "a number is no code"
+
     installed.edit("models/llama.py", f"{SCALE} * 1.7", SCALE)
     back = installed.serve()
     assert (back["ssd_tokens"], back["tokens"], back["changed_code"]) == (WHOLE, old["tokens"], [])
-
-
-def test_what_the_model_does_not_run_leaves_its_blocks_warm(installed: Installed) -> None:
-    old = installed.serve()
-    installed.release("99.0")
-    installed.edit(
-        "models/gemma3_text.py", "class Model(nn.Module):", "class Model(nn.Module):\n    edited = 1\n"
-    )
-    warm = installed.serve()
-    assert (warm["ssd_tokens"], warm["tokens"]) == (WHOLE, old["tokens"])

@@ -12,6 +12,7 @@ from icehouse_server.domain.events import ReuseLimit
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.storage.faults import FaultyFiles
+from tests.fixtures.storage.storage_thread import ManualClock
 from tests.system.cache.damage import DAMAGES, block_files, flip, tensor_offset
 from tests.system.cache.server import BLOCK, CacheServer
 from tests.system.cache.test_reuse import prompt
@@ -127,7 +128,12 @@ def test_a_disk_that_takes_nothing(models, filled, tmp_path: Path, verb: str, er
     _, cold = filled["llama"]
     files = FaultyFiles(verb, 1, error_number, times=1000)
     with CacheServer(
-        models["llama"], tmp_path / "blocks", files=files, spill_policy="write_behind"
+        models["llama"],
+        tmp_path / "blocks",
+        files=files,
+        spill_policy="write_behind",
+        # A second later the disk is tried again, and taken for whole until the next write.
+        storage_clock=ManualClock(),
     ) as served:
         files.is_armed = True
         answers = [served.ask(f"turn {turn}", TOKENS) for turn in range(3)]

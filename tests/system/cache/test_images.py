@@ -22,7 +22,7 @@ from icehouse_server.engine.kv_cache.regions import array_of
 from icehouse_server.engine.runner import model_loader
 from PIL import Image
 
-from tests.system.cache.server import BLOCK, CacheServer
+from tests.system.cache.server import BLOCK, Answer, CacheServer
 
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
@@ -62,6 +62,13 @@ class Model:
     tokenizer: Any
     reference: Any
     reference_processor: Any
+    _known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+    def expected_at(self, place: str, *, ids: list[int]) -> list[int]:
+        """Return what is expected of one of `PLACES`, which several tests ask for."""
+        if place not in self._known:
+            self._known[place] = self.expected(PLACES[place], ids=ids)
+        return self._known[place]
 
     def asked(self, parts: Sequence[str | Image.Image]) -> Asked:
         text, prepared = "", []
@@ -129,25 +136,43 @@ OTHERS_SHOW = ("first", "none")
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(name, marks=[pytest.mark.slow] if name in OTHERS_SHOW else []) for name in PLACES]
+    "places",
+    [
+        pytest.param([place for place in PLACES if place not in OTHERS_SHOW], id="some"),
+        pytest.param(OTHERS_SHOW, id="others", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_tokens_from_nothing_from_ram_from_ssd_and_of_mlx_vlm(
-    model: Model, tmp_path: Path, place: str
+    model: Model, tmp_path: Path, places: Sequence[str]
 ) -> None:
-    parts = PLACES[place]
-    asked = model.asked(parts)
-    expected = model.expected(parts, ids=asked.token_ids)
-    ask: dict[str, Any] = {"max_output_tokens": OUTPUT_COUNT, "images": asked.images}
+    asks = {place: model.asked(PLACES[place]) for place in places}
+
+    def answers(served: CacheServer, name: str) -> dict[str, Answer]:
+        # Each place is another tenant's, so that none finds what another one left.
+        return {
+            place: served.ask(
+                f"{name} {place}",
+                asked.token_ids,
+                max_output_tokens=OUTPUT_COUNT,
+                images=asked.images,
+                tenant=Tenant(place),
+            )
+            for place, asked in asks.items()
+        }
+
     with CacheServer(model.folder, tmp_path) as served:
-        cold = served.ask("cold", asked.token_ids, **ask)
-        ram = served.ask("ram", asked.token_ids, **ask)
+        cold, ram = answers(served, "cold"), answers(served, "ram")
     with CacheServer(model.folder, tmp_path) as served:
-        ssd = served.ask("ssd", asked.token_ids, **ask)
-    reused = len(asked.token_ids) - 1
-    assert (cold.tokens, ram.tokens, ssd.tokens) == (expected, expected, expected)
-    assert cold.cache.cached_token_count == 0
-    assert (ram.cache.ram_token_count, ssd.cache.ssd_token_count) == (reused, reused)
-    assert len(set(expected)) > 2, "the model says something"
+        ssd = answers(served, "ssd")
+    for place, asked in asks.items():
+        reused = len(asked.token_ids) - 1
+        expected = model.expected_at(place, ids=asked.token_ids)
+        told = (cold[place].tokens, ram[place].tokens, ssd[place].tokens)
+        assert told == (expected, expected, expected), place
+        assert cold[place].cache.cached_token_count == 0, place
+        found = (ram[place].cache.ram_token_count, ssd[place].cache.ssd_token_count)
+        assert found == (reused, reused), place
+        assert len(set(expected)) > 2, f"{place}: the model says something"
 
 
 def test_a_changed_pixel_and_another_picture_are_none_and_the_text_before_them_is(
@@ -213,7 +238,7 @@ def test_cuts_through_a_picture_and_company_change_nothing(model: Model, tmp_pat
         for place, asked in asks.items():
             served.submit(place, asked.token_ids, images=asked.images, max_output_tokens=OUTPUT_COUNT)
         told = {place: served.answer(place).tokens for place in asks}
-    assert told == {place: model.expected(PLACES[place], ids=asks[place].token_ids) for place in asks}
+    assert told == {place: model.expected_at(place, ids=asks[place].token_ids) for place in asks}
 
 
 def test_a_tower_in_small_pieces_gives_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,35 +107,41 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "llama4"]
+ASKED = {
+    f"{name}.{place}": (tokens, sampling, LOOKUP if (name + place) % 2 == 0 else None)
+    for name, sampling in enumerate(SAMPLINGS)
+    for place, tokens in enumerate((repetitive(), prompt(2 * BLOCK + 3)))
+}
+"""Every second one speculates, the others decode in one batch beside them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A model, and what each of `ASKED` comes to where nothing speculates and no pass is pipelined."""
+
+    folder: Path
+    tokens: dict[str, list[int]]
+
+
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "llama4"]
 )
-def test_the_tokens_are_those_of_plain_decoding(
-    tmp_path: Path, architecture: str, way: tuple[str, bool]
-) -> None:
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    folder = tiny_model_dir(tmp_path_factory.mktemp("models"), request.param)
+    with CacheServer(folder, None, is_enabled=False) as served:
+        for name, (tokens, sampling, _) in ASKED.items():
+            submit(served, name, tokens, speculation=None, sampling=sampling)
+        return Plain(folder, {name: outcome(served, name)[0] for name in ASKED})
+
+
+def test_the_tokens_are_those_of_plain_decoding(plain: Plain, tmp_path: Path, way: tuple[str, bool]) -> None:
     _, is_pipelined = way
-    folder = tiny_model_dir(tmp_path, architecture)
-    prompts = [repetitive(), prompt(2 * BLOCK + 3)]
-    with CacheServer(folder, None, is_enabled=False, is_pipelined=is_pipelined) as served:
-        for name, sampling in enumerate(SAMPLINGS):
-            for place, tokens in enumerate(prompts):
-                submit(served, f"{name}.{place}", tokens, speculation=None, sampling=sampling)
-        plain = {
-            f"{name}.{place}": outcome(served, f"{name}.{place}")[0]
-            for name in range(len(SAMPLINGS))
-            for place in range(len(prompts))
-        }
-    with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as served:
+    with CacheServer(plain.folder, tmp_path / "blocks", is_pipelined=is_pipelined) as served:
         for turn in ("cold", "warm"):
-            for name, sampling in enumerate(SAMPLINGS):
-                for place, tokens in enumerate(prompts):
-                    # Every second one speculates, the others decode in one batch beside them.
-                    speculation = LOOKUP if (name + place) % 2 == 0 else None
-                    submit(
-                        served, f"{turn} {name}.{place}", tokens, speculation=speculation, sampling=sampling
-                    )
-            found = {key: outcome(served, f"{turn} {key}")[0] for key in plain}
-            assert found == plain, turn
+            for name, (tokens, sampling, speculation) in ASKED.items():
+                submit(served, f"{turn} {name}", tokens, speculation=speculation, sampling=sampling)
+            found = {name: outcome(served, f"{turn} {name}")[0] for name in ASKED}
+            assert found == plain.tokens, turn
 
 
 @pytest.mark.parametrize("output_count", [OUTPUT_TOKENS, pytest.param(24, marks=pytest.mark.slow), 13])

@@ -27,7 +27,9 @@ from tests.fixtures.patience import BOUND_S
 
 _WATCH_LIMIT = 5
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["icehouse_server.cli.serve", "tests.system.crash.server_process"])
+_context.set_forkserver_preload(
+    ["icehouse_server.cli.serve", "tests.system.crash.server_process", "tests.system.crash.preloaded"]
+)
 
 
 def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:

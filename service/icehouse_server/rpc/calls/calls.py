@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -30,7 +30,7 @@ from icehouse_server.rpc.calls.pace import (
 )
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
-from icehouse_server.rpc.calls.wire import cancel_code, current_method, received_bytes
+from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -86,10 +86,55 @@ class Calls:
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._open: set[Limit] = set()
+        self._endless: set[Limit] = set()
+        self._admissions: set[asyncio.Timeout] = set()
+        self.refused_count = 0
+        """Calls that came since the stop."""
+
+    @property
+    def open_count(self) -> int:
+        """How many calls are open, from their headers to their status."""
+        return len(self._open)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let nobody in any more; those whose message is yet to come are refused."""
         self._closed = True
+        for timer in self._admissions:
+            _end_now(timer)
+
+    def cut_endless(self) -> None:
+        """End the calls that have no end of their own as unavailable."""
+        for limit in self._endless:
+            limit.cut()
+
+    def cut(self) -> None:
+        """End what is still open as unavailable."""
+        for limit in self._open:
+            limit.cut()
+
+    @contextlib.contextmanager
+    def open(self, limit: Limit, *, is_endless: bool) -> Iterator[None]:
+        """The block serves a call that `limit` may end."""
+        self._open.add(limit)
+        if is_endless:
+            self._endless.add(limit)
+        try:
+            yield
+        finally:
+            self._open.discard(limit)
+            self._endless.discard(limit)
+
+    @contextlib.asynccontextmanager
+    async def admission(self, timer: asyncio.Timeout) -> AsyncIterator[None]:
+        """The block waits for a call's message, and a stop ends that by its timer."""
+        if self._closed:
+            _end_now(timer)
+        self._admissions.add(timer)
+        try:
+            yield
+        finally:
+            self._admissions.discard(timer)
 
     async def wait_idle(self) -> None:
         """Return when no call runs."""
@@ -113,7 +158,8 @@ class Calls:
         self._idle.clear()
         try:
             if self._closed:
-                raise Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
+                self.refused_count += 1
+                raise stopping()
             yield call
             if trailers := self._see_out(call, context, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
@@ -182,6 +228,16 @@ class Calls:
         if not self._running_count:
             self._idle.set()
         return self._watchers.see_out(record)
+
+
+def stopping() -> Unavailable:
+    """Return what a call is told that the server has no time for any more."""
+    return Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
+
+
+def _end_now(timer: asyncio.Timeout) -> None:
+    if not timer.expired():
+        timer.reschedule(asyncio.get_running_loop().time())
 
 
 async def end(context: Context, status: grpc.Status) -> None:

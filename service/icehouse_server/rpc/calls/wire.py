@@ -27,7 +27,7 @@ DEADLINE_TOLERANCE_S = 0.05
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 _method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
-_limit: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar("limit", default=None)
+_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
 _received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
 _cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.ContextVar(
     "cancel_code", default=None
@@ -39,9 +39,32 @@ def current_method() -> str:
     return _method.get()
 
 
-def set_limit(timer: asyncio.Timeout) -> None:
-    """Note what ends this task's call when its method's deadline passes: it is cancelled then, too."""
-    _limit.set(timer)
+class Limit:
+    """What ends a call from inside: its method's deadline, or a stop. Its task is cancelled then."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self.timer = asyncio.timeout(deadline_s)
+        self.is_cut = False
+        """Whether it was a stop."""
+
+    @property
+    def code(self) -> grpc.StatusCode | None:
+        """Why it ended the call; None where it did not."""
+        if not self.timer.expired():
+            return None
+        return grpc.StatusCode.UNAVAILABLE if self.is_cut else grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def cut(self) -> None:
+        """End the call, as the server stops."""
+        # Where it ends already the timer takes no orders.
+        with contextlib.suppress(RuntimeError):
+            self.timer.reschedule(asyncio.get_running_loop().time())
+            self.is_cut = True
+
+
+def set_limit(limit: Limit) -> None:
+    """Note what may end this task's call."""
+    _limit.set(limit)
 
 
 def set_received_bytes(size_bytes: int) -> None:
@@ -55,17 +78,17 @@ def received_bytes() -> int:
 
 
 def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
-    """Return what ended this task's cancelled call: a deadline or its caller.
+    """Return what ended this task's cancelled call: a deadline, a stop or its caller.
 
     gRPC cancels both alike, and the caller's own deadline passes a little earlier: its message was on
     the way. The first answer stands, so that whoever asks later, with less time left, says the same.
     """
     code = _cancel_code.get()
     if code is None:
-        timer, remaining_s = _limit.get(), context.time_remaining()
+        limit, remaining_s = _limit.get(), context.time_remaining()
         is_late = remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S
-        is_late = is_late or (timer is not None and timer.expired())
         code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+        code = (limit.code if limit is not None else None) or code
         _cancel_code.set(code)
     return code
 

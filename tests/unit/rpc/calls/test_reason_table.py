@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 
 import pytest
@@ -11,17 +12,18 @@ from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.rpc.calls.reason_table import TABLE, markdown
 from icehouse_server.rpc.calls.status import code_of
 
-from tests.tidy.tree import ROOT, modules
+from tests.tidy.tree import ROOT, SERVER, modules, nodes_of
 
 LOCAL = (errors.ConfigError, errors.ModelError, errors.StartError)
 """Errors that end a command or a start. No call raises them."""
 
 
+@functools.cache
 def raised_classes() -> dict[Reason, set[str]]:
     """Return which error classes are made with each reason, from the syntax trees."""
     found: dict[Reason, set[str]] = defaultdict(set)
-    for module in modules("service"):
-        for node in ast.walk(module.tree):
+    for module in modules(SERVER):
+        for node in nodes_of(module):
             if not isinstance(node, ast.Call):
                 continue
             for argument in node.args:
@@ -35,9 +37,6 @@ def raised_classes() -> dict[Reason, set[str]]:
     return found
 
 
-RAISED = raised_classes()
-
-
 def test_every_reason_is_in_the_table_and_has_words() -> None:
     assert set(TABLE) == set(Reason), (
         "give it a row in service/icehouse_server/rpc/calls/reason_table.py, then make gen"
@@ -48,8 +47,8 @@ def test_every_reason_is_in_the_table_and_has_words() -> None:
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_a_reason_has_the_code_that_the_code_gives_it(reason: Reason) -> None:
-    classes = {getattr(errors, name, None) for name in RAISED[reason]}
-    assert None not in classes, f"{reason} is made by a helper: {RAISED[reason]}"
+    classes = {getattr(errors, name, None) for name in raised_classes()[reason]}
+    assert None not in classes, f"{reason} is made by a helper: {raised_classes()[reason]}"
     assert classes, f"{reason} is never raised; a name that was given out once says so in the table"
     kinds = [kind for kind in classes if kind is not None and issubclass(kind, IcehouseError)]
     codes = {code_of(kind(reason, "")) for kind in kinds if not issubclass(kind, LOCAL)}

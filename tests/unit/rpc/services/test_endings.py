@@ -227,16 +227,6 @@ async def test_stopping_lets_running_calls_end() -> None:
         await stopping
 
 
-async def test_stopping_without_grace_cancels_running_calls() -> None:
-    async with running() as served:
-        served.engine.script = hanging
-        stream = served.inference.Stream(REQUEST)
-        await stream.read()
-        await served.server.stop(grace_s=0)
-        assert await served.cancelled() == "r"
-        await read_to_error(stream)
-
-
 async def test_stopping_does_not_wait_for_watchers() -> None:
     async with running() as served:
         health: Any = health_pb2_grpc.HealthStub(served.channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -18,11 +19,7 @@ FOLDER = Path(__file__).parent / "corpus"
 CORPUS: dict[str, list[dict[str, Any]]] = {
     file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))
 }
-REPLIES = [
-    pytest.param(family, reply, id=f"{family}: {reply['about']}")
-    for family, replies in CORPUS.items()
-    for reply in replies
-]
+EVERY = pytest.mark.parametrize("family", CORPUS)
 
 
 def test_every_family_has_ten_replies() -> None:
@@ -30,31 +27,35 @@ def test_every_family_has_ten_replies() -> None:
     assert all(len(replies) >= 10 for replies in CORPUS.values())
 
 
-@pytest.mark.parametrize(("family", "reply"), REPLIES)
-def test_a_reply_says_what_it_says_in_any_pieces(family: str, reply: dict[str, Any]) -> None:
-    text = reply["text"]
-    random_cut = cut_at(text, random.Random(len(text)).sample(range(10_000), 9))
-    for pieces in ([text], *(in_pieces(text, size) for size in (1, 2, 3, 7)), random_cut):
-        assert events(read(WRITERS[family].format, pieces, TOOLS)) == reply["events"]
+@EVERY
+def test_a_reply_says_what_it_says_in_any_pieces(family: str) -> None:
+    for reply in CORPUS[family]:
+        text = reply["text"]
+        random_cut = cut_at(text, random.Random(len(text)).sample(range(10_000), 9))
+        for pieces in ([text], *(in_pieces(text, size) for size in (1, 2, 3, 7)), random_cut):
+            said = events(read(WRITERS[family].format, pieces, TOOLS))
+            assert said == reply["events"], f"{reply['about']}: {pieces}"
 
 
-@pytest.mark.parametrize(("family", "reply"), REPLIES)
-def test_what_counts_reasoning_finds_the_same_thoughts(family: str, reply: dict[str, Any]) -> None:
-    text = reply["text"]
-    for size in (0, 1, 5):
+@EVERY
+def test_what_counts_reasoning_finds_the_same_thoughts(family: str) -> None:
+    for reply, size in itertools.product(CORPUS[family], (0, 1, 5)):
+        text = reply["text"]
         spans = ReasoningSpans(
             format=WRITERS[family].format, reads_calls=True, opening="", is_reasoning=False
         )
         found = [span for piece in in_pieces(text, size) for span in spans.push(piece)]
         thought = "".join(text[span.start : span.stop] for span in found)
-        assert thought == "".join(event[1] for event in reply["events"] if event[0] == "think")
+        thoughts = "".join(event[1] for event in reply["events"] if event[0] == "think")
+        assert thought == thoughts, f"{reply['about']}: in pieces of {size}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "reply"), REPLIES)
-def test_no_part_of_a_reply_is_told_as_the_whole(family: str, reply: dict[str, Any]) -> None:
-    whole = [event[1:] for event in reply["events"] if event[0] in ("call", "repaired")]
-    for stop in range(len(reply["text"])):
-        found = events(read(WRITERS[family].format, [reply["text"][:stop]], TOOLS, is_cut=True))
-        told = [event[1:] for event in found if event[0] in ("call", "repaired")]
-        assert told == whole[: len(told)], reply["text"][:stop]
+@EVERY
+def test_no_part_of_a_reply_is_told_as_the_whole(family: str) -> None:
+    for reply in CORPUS[family]:
+        whole = [event[1:] for event in reply["events"] if event[0] in ("call", "repaired")]
+        for stop in range(len(reply["text"])):
+            found = events(read(WRITERS[family].format, [reply["text"][:stop]], TOOLS, is_cut=True))
+            told = [event[1:] for event in found if event[0] in ("call", "repaired")]
+            assert told == whole[: len(told)], reply["text"][:stop]

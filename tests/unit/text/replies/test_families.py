@@ -76,6 +76,12 @@ VALUES: tuple[dict[str, Any], ...] = (
     {"mode": 3, "word": "null", "ratio": 0.5, "tags": ["a", "5"], "place": {"x": -1}},
     {"mode": None, "word": "True", "ratio": True, "tags": [], "place": None},
 )
+MISFITS: tuple[tuple[Call, str], ...] = (
+    (("get_money", {}), "no tool on offer: 'get_money'"),
+    (("get_weather", {"days": 2}), "'city' is a required property"),
+    (("get_weather", {"city": "Oslo", "days": "tomorrow"}), "argument days: 'tomorrow' is not of type"),
+    (("set_values", {"other": 1}), "'other' was unexpected"),
+)
 EVERY = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS.keys())
 
 
@@ -115,14 +121,12 @@ def test_thoughts_are_told_apart(writer: Writer) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(
-    "call", [("get_weather", {"city": "Oslo", "days": 2}), ("get_time", {})], ids=["arguments", "none"]
-)
-def test_a_call_is_a_call(writer: Writer, call: Call) -> None:
-    assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call)
-    if writer.may_speak_first:
-        found = read_in_all_ways(writer, writer.reply(said="Let me see.", calls=[call]))
-        assert found == [["say", "Let me see."], *called(call)]
+def test_a_call_is_a_call(writer: Writer) -> None:
+    for call in (("get_weather", {"city": "Oslo", "days": 2}), ("get_time", {})):
+        assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call), call
+        if writer.may_speak_first:
+            found = read_in_all_ways(writer, writer.reply(said="Let me see.", calls=[call]))
+            assert found == [["say", "Let me see."], *called(call)], call
 
 
 @EVERY
@@ -137,45 +141,38 @@ def test_parallel_calls_come_one_by_one(writer: Writer) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("text", HOSTILE)
-def test_an_argument_may_hold_anything(writer: Writer, text: str) -> None:
-    calls = [("write_file", {"path": "a", "content": f"see {text} there"}), ("get_time", {})]
-    found = read_in_all_ways(writer, writer.reply(calls=calls))
-    assert [event for event in found if event[0] != "say" or event[1].strip()] == called(*calls)
+def test_an_argument_may_hold_anything(writer: Writer) -> None:
+    for text in HOSTILE:
+        calls = [("write_file", {"path": "a", "content": f"see {text} there"}), ("get_time", {})]
+        found = read_in_all_ways(writer, writer.reply(calls=calls))
+        said = [event for event in found if event[0] != "say" or event[1].strip()]
+        assert said == called(*calls), text
 
 
 @EVERY
-@pytest.mark.parametrize("text", ["    return 1\n", "\n\na\n", " ", "", "\t\n", "a\r\n"])
-def test_white_space_is_kept(writer: Writer, text: str) -> None:
-    call = ("write_file", {"path": " p ", "content": text})
-    assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call)
+def test_white_space_is_kept(writer: Writer) -> None:
+    for text in ("    return 1\n", "\n\na\n", " ", "", "\t\n", "a\r\n"):
+        call = ("write_file", {"path": " p ", "content": text})
+        assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call), repr(text)
 
 
 @EVERY
-@pytest.mark.parametrize("values", VALUES)
-def test_values_are_what_the_schema_says(writer: Writer, values: dict[str, Any]) -> None:
-    call = ("set_values", values)
-    assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call)
+def test_values_are_what_the_schema_says(writer: Writer) -> None:
+    for values in VALUES:
+        call = ("set_values", values)
+        assert read_in_all_ways(writer, writer.reply(calls=[call])) == called(call), values
 
 
 @EVERY
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (("get_money", {}), "no tool on offer: 'get_money'"),
-        (("get_weather", {"days": 2}), "'city' is a required property"),
-        (("get_weather", {"city": "Oslo", "days": "tomorrow"}), "argument days: 'tomorrow' is not of type"),
-        (("set_values", {"other": 1}), "'other' was unexpected"),
-    ],
-    ids=["name", "required", "type", "unknown"],
-)
-def test_what_does_not_fit_is_malformed(writer: Writer, call: Call, problem: str) -> None:
-    text = writer.reply(calls=[call])
-    found = read_in_all_ways(writer, text)
-    if found == [["say", text]] and call[0] == "get_money":
-        return  # nothing but the names on offer tells such calls from text
-    [[kind, raw, why]] = found
-    assert kind == "malformed" and problem in why and raw.strip() in text and call[0] in raw
+def test_what_does_not_fit_is_malformed(writer: Writer) -> None:
+    for call, problem in MISFITS:
+        text = writer.reply(calls=[call])
+        found = read_in_all_ways(writer, text)
+        if found == [["say", text]] and call[0] == "get_money":
+            continue  # nothing but the names on offer tells such calls from text
+        assert len(found) == 1, call
+        [[kind, raw, why]] = found
+        assert kind == "malformed" and problem in why and raw.strip() in text and call[0] in raw
 
 
 @EVERY

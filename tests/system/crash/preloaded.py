@@ -1,0 +1,12 @@
+"""What the process that servers are forked from has done already, when it is imported there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from icehouse_server.engine.runner.identity.kv_code import kv_code
+
+from tests.fixtures import installed_code
+
+installed_code.read_once()
+kv_code(Path(), {"model_type": "llama"}, has_adapter=False)
