@@ -22,15 +22,14 @@ from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
-_MOST_LANES_A_KEY = 16
-"""With 8 a pass of 64 rows of 100 to 1,500 tokens took 6.5 ms instead of 5.8, of one row 2.9 instead of 2.2
-(36 layers, 32 heads of 128 over 8; H100)."""
+_LANES_A_KEY = (16, 8)
+"""The first that leaves each lane whole vectors, or the last. On an H100 16 were a tenth faster than 8."""
 _VECTOR_BYTES = 16
 _LEAST_INPUT = 8
 """MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
 _SMALLEST_SPLIT = 128
 """Keys. What a split writes and the merge reads again is then below a sixteenth of the keys and values."""
-_MOST_SPLITS = 64
+_MOST_SPLITS = 32
 _BLOCKS_A_CORE = 6
 """Blocks that keep a core busy: two or three run at once, the rest evens out unequal rows."""
 _REMEMBERED_PLACES = 4
@@ -163,11 +162,11 @@ class GpuAttention:
         token_count, head_count, _, head_size = queries.shape
         shape = pool.shape
         group = head_count // shape.kv_head_count
-        heads = self._heads_a_block(group, head_size)
-        blocks = shape.kv_head_count * -(-group // heads)
+        division = _Division.of(shape, group, most_numbers=self._language.lane_numbers)
+        blocks = shape.kv_head_count * -(-group // division.heads)
         on_device = self._on_device(places)
         splits = self._splits(on_device, token_count, window or 0, blocks)
-        constants = (*_pool_constants(shape), *_query_constants(shape, queries.dtype, group, heads))
+        constants = [*_pool_constants(shape), ("Q", queries.dtype), ("GROUP", group), *division.constants()]
         extra = [] if sinks is None else [sinks]
         inputs = [
             queries,
@@ -300,16 +299,6 @@ class GpuAttention:
         found = self._settings[key] = mx.array([*key[:-1], scale_bits], mx.int32)
         return found
 
-    def _heads_a_block(self, group: int, head_size: int) -> int:
-        """Return how many query heads a block takes: as many as fit the registers, evenly."""
-        most = max(1, self._language.lane_numbers // (head_size // _lanes(head_size)))
-        return -(-group // -(-group // most))
-
-
-def _lanes(head_size: int) -> int:
-    """Return how many lanes share a key."""
-    return _MOST_LANES_A_KEY if head_size % _MOST_LANES_A_KEY == 0 else _MOST_LANES_A_KEY // 2
-
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
     return [
@@ -320,18 +309,30 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
     ]
 
 
-def _query_constants(
-    shape: PoolShape, dtype: mx.Dtype, group: int, heads: int
-) -> list[tuple[str, int | mx.Dtype]]:
-    lane_numbers = shape.head_size // _lanes(shape.head_size)
-    # The largest power of two that divides them.
-    vector = min(lane_numbers & -lane_numbers, _VECTOR_BYTES // shape.dtype.size)
-    rounds = min(max(64 // (lane_numbers * shape.dtype.size), 1), 4)
-    return [
-        ("Q", dtype),
-        ("GROUP", group),
-        ("HEADS", heads),
-        ("LANES", _lanes(shape.head_size)),
-        ("VECTOR", vector),
-        ("ROUNDS", rounds),
-    ]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Division:
+    """How a block divides its work: see the constants of the kernel bodies."""
+
+    heads: int
+    lanes: int
+    vector: int
+    rounds: int
+
+    @classmethod
+    def of(cls, shape: PoolShape, group: int, *, most_numbers: int) -> _Division:
+        """`most_numbers` of queries fit a lane's registers."""
+        number_bytes = shape.dtype.size
+        whole = _VECTOR_BYTES // number_bytes
+        fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
+        lanes = next(fitting, _LANES_A_KEY[-1])
+        numbers = shape.head_size // lanes
+        most = max(1, most_numbers // numbers)
+        return cls(
+            heads=-(-group // -(-group // most)),  # evenly
+            lanes=lanes,
+            vector=min(numbers & -numbers, whole),  # the largest power of two that divides them
+            rounds=min(max(64 // (numbers * number_bytes), 1), 4),
+        )
+
+    def constants(self) -> list[tuple[str, int | mx.Dtype]]:
+        return [(name.upper(), getattr(self, name)) for name in ("heads", "lanes", "vector", "rounds")]
