@@ -56,6 +56,22 @@ class GatherAttention:
             )
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
+    def write_and_attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        self.write(pool, keys, values, places, layer=layer)
+        return self.attend(pool, queries, places, layer=layer, scale=scale, window=window, sinks=sinks)
+
     def gather_row(
         self,
         pool: Pool,

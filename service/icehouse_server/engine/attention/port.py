@@ -56,7 +56,7 @@ class TokenPlaces:
     page_starts: Ints
     """[rows]: where each row's pages begin in `pages`."""
     rows: Ints
-    """[tokens]: the row that each token is of."""
+    """[tokens]: the row that each token is of. A row's tokens follow each other, their positions too."""
     positions: Ints
     """[tokens]: each token's position in its row; its key and value are written there. A token sees its row's
     tokens from the first visible one up to itself."""
@@ -91,6 +91,22 @@ class PagedAttention(Protocol):
         alone: `queries` then has fewer of them than `places`. Made for few tokens of each row (decoding,
         guesses, short chunks).
         """
+        ...
+
+    def write_and_attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write, then attend, for all tokens of a pass: one launch where the device can."""
         ...
 
     def gather_row(

@@ -2,7 +2,8 @@
 
 `make_kernel` has the signature of `mx.fast.cuda_kernel`. Each thread of a block is a coroutine: it stops
 where lanes exchange a number and at barriers, and the emulation sees to it that all lanes of a warp stop at
-the same one. Blocks run one after the other. Outputs begin as NaN, and inputs are given as they lie in
+the same one. Blocks run one after the other, the last one first: a token that counted on what the blocks of
+those before it write would not find it. Outputs begin as NaN, and inputs are given as they lie in
 memory, so that a kernel may write to one in place.
 """
 
@@ -104,7 +105,7 @@ template <class F> bool run_block(Block& block, F start) {
   return same;
 }
 template <class F> bool launch(int gx, int gy, int gz, int threads, F start) {
-  for (int x = 0; x < gx; x++) for (int y = 0; y < gy; y++) for (int z = 0; z < gz; z++) {
+  for (int x = gx; x-- > 0;) for (int y = gy; y-- > 0;) for (int z = gz; z-- > 0;) {
     Block block{x, y, z, gz, threads, {}};
     if (!run_block(block, start)) return false;
   }

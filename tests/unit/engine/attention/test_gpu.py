@@ -121,6 +121,30 @@ def test_writes_in_place_and_nothing_else(geometry: Geometry, emulation: Emulati
     assert pool.order is not order and pool.order.tolist() == [0]
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_writes_and_attends_in_one_launch(geometry: Geometry, emulation: Emulation) -> None:
+    attention, pool, other = geometry.attention(emulation), geometry.pool(48), geometry.pool(48)
+    tables = geometry.tables(1, 17, 200, 300, 65, page_count=48)
+    chunk = [(2, position) for position in range(120, 195)]
+    places = places_in(tables, [(0, 0), (1, 16), *chunk, (3, 299), (4, 63), (4, 64)])
+    keys, values = (
+        normal(seed, places.token_count, geometry.kv_head_count, 1, geometry.head_size, dtype=geometry.dtype)
+        for seed in (1, 2)
+    )
+    queries = geometry.queries(places.token_count)
+    order = pool.order
+    for window in (None, 40):
+        found = attention.write_and_attend(
+            pool, queries, keys, values, places, layer=LAYER, scale=geometry.scale, window=window
+        )
+        attention.write(other, keys, values, places, layer=LAYER)
+        assert np.array_equal(numbers(pool.array), numbers(other.array))
+        wanted = attended(other, queries, places, layer=LAYER, scale=geometry.scale, window=window)
+        assert np.abs(numbers(found) - wanted).max() < tolerance(geometry.dtype)
+        keys, values = values, keys
+    assert pool.order is not order and pool.order.tolist() == [0]
+
+
 @pytest.mark.parametrize("token_count", [1, 64, 256])
 def test_a_chunk_sees_itself_up_to_each_token(token_count: int, emulation: Emulation) -> None:
     attention, pool = PLAIN.attention(emulation), PLAIN.pool(32)
@@ -224,10 +248,10 @@ def test_a_layer_takes_as_many_launches_for_64_rows_as_for_one(emulation: Emulat
         )
         keys = normal(1, row_count, PLAIN.kv_head_count, 1, PLAIN.head_size)
         emulation.launches.clear()
-        attention.write(pool, keys, keys, places, layer=LAYER)
-        attention.attend(pool, PLAIN.queries(row_count), places, layer=LAYER, scale=PLAIN.scale)
+        queries = PLAIN.queries(row_count)
+        attention.write_and_attend(pool, queries, keys, keys, places, layer=LAYER, scale=PLAIN.scale)
         launches.append(list(emulation.launches))
-    assert launches == [["icehouse_write", "icehouse_attend"]] * 2
+    assert launches == [["icehouse_attend"]] * 2
 
 
 def test_nothing_is_compiled_again(emulation: Emulation) -> None:
@@ -269,7 +293,7 @@ H100 = 132
     [
         ([100], 8, 128),
         ([1_500], 8, 128),
-        ([32_000], 8, 512),  # 64 splits at most
+        ([32_000], 8, 1_024),  # 32 splits at most
         ([1_500] * 64, 8, 512),
         ([100] * 64, 8, 128),
         ([1_000] * 2_000, 8, 16_384),

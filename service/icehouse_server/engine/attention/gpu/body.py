@@ -7,10 +7,10 @@ else is known when a kernel runs, so that nothing is compiled again:
 
 - `pool`: [pages, layers, 2, KV_HEADS, PAGE, D], written in place. The array given may be a short view of its
   beginning (see `launch`); places within are counted in 64 bits;
-- `places`: for each token two ints, where its row's page numbers begin in this array and its position; then
-  the page numbers;
-- `settings`: five ints: the pool's layers, the layer, the window (0: none), keys a split (to merge:
-  how many there are), the scale's bits;
+- `places`: for each token three ints: where its row's page numbers begin in this array, its position, and
+  that of its row's first token in this pass; then the page numbers;
+- `settings`: six ints: the pool's layers, the layer, the window (0: none), keys a split (to merge: how many
+  there are), the scale's bits, and whether a kernel that attends also writes;
 - `order`: what this launch must come after; a launch that writes gives a new one.
 
 Attention is FlashDecoding (Dao et al., 2023): splits of the keys, each with its own softmax, merged by their
@@ -31,7 +31,7 @@ WRITE = r"""
   constexpr int N = 16 / sizeof(T), HEAD_VECTORS = D / N;
   struct alignas(16) Vector { T numbers[N]; };
   const int token = GROUP_X, layer_count = settings[0], layer = settings[1];
-  const int start = places[2 * token], position = places[2 * token + 1];
+  const int start = places[3 * token], position = places[3 * token + 1];
   const size_t page = (size_t)places[start + position / PAGE];
   const size_t slot = (page * layer_count + layer) * 2 * KV_HEADS * PAGE + position % PAGE;
   DEVICE Vector* to = (DEVICE Vector*)pool + slot * HEAD_VECTORS;
@@ -79,6 +79,8 @@ GATHER_ROW = r"""
 _ATTEND = r"""
   // A block a token, HEADS query heads of one KV head, and a split. Of its 4 warps each takes PARTS keys at
   // once, LANES lanes a key, and loads ROUNDS of them before it uses one.
+  // Where it writes too, `keys` and `values` are those of the pass's tokens. They are taken from there, since
+  // nobody knows when another block has written its own.
   constexpr int PARTS = 32 / LANES, WARPS = 4, ROUND = WARPS * PARTS;
   constexpr int E = D / LANES, VECTORS = E / VECTOR, BLOCKS = (GROUP + HEADS - 1) / HEADS;
   constexpr float NONE = -1e30f;
@@ -89,7 +91,8 @@ _ATTEND = r"""
   const int warp = THREAD / 32, part = THREAD % 32 / LANES, lane = THREAD % LANES;
   const int layer_count = settings[0], layer = settings[1], window = settings[2], split_size = settings[3];
   const float scale = AS_FLOAT(settings[4]) * 1.44269504f;
-  const int start = places[2 * token], position = places[2 * token + 1];
+  const int start = places[3 * token], position = places[3 * token + 1];
+  const int first_new = settings[5] ? places[3 * token + 2] : position + 1;
   const int begin = (window > 0 && position >= window ? position + 1 - window : 0) + split * split_size;
   const int end = position + 1 - begin > split_size ? begin + split_size : position + 1;
 
@@ -107,22 +110,25 @@ _ATTEND = r"""
   // All warps go round alike, or CUDA must ask at each exchange who takes part.
   for (int round = begin; round < end; round += ROUND * ROUNDS) {
     const int first_key = round + warp * PARTS + part;
-    Vector keys[ROUNDS][VECTORS], values[ROUNDS][VECTORS];
+    Vector some_keys[ROUNDS][VECTORS], some_values[ROUNDS][VECTORS];
     UNROLL for (int r = 0; r < ROUNDS; r++) {
       const int wanted = first_key + r * ROUND, key = wanted < end ? wanted : begin;
       const size_t page = (size_t)places[start + key / PAGE];
       const size_t slot = ((page * layer_count + layer) * 2 * KV_HEADS + kv_head) * PAGE + key % PAGE;
-      const DEVICE Vector* from = (const DEVICE Vector*)(pool + slot * D);
+      const size_t new_slot = (size_t)(token - position + key) * KV_HEADS + kv_head;
+      const bool is_new = key >= first_new;
+      const DEVICE T* from_keys = is_new ? keys + new_slot * D : pool + slot * D;
+      const DEVICE T* from_values = is_new ? values + new_slot * D : pool + (slot + KV_HEADS * PAGE) * D;
       UNROLL for (int v = 0; v < VECTORS; v++) {
-        keys[r][v] = from[v * LANES + lane];
-        values[r][v] = from[KV_HEADS * PAGE * (D / VECTOR) + v * LANES + lane];
+        some_keys[r][v] = ((const DEVICE Vector*)from_keys)[v * LANES + lane];
+        some_values[r][v] = ((const DEVICE Vector*)from_values)[v * LANES + lane];
       }
     }
     float logits[ROUNDS][HEADS];
     UNROLL for (int r = 0; r < ROUNDS; r++) {
       UNROLL for (int g = 0; g < HEADS; g++) logits[r][g] = 0.0f;
       UNROLL for (int e = 0; e < E; e++) {
-        const float number = (float)keys[r][e / VECTOR].numbers[e % VECTOR];
+        const float number = (float)some_keys[r][e / VECTOR].numbers[e % VECTOR];
         UNROLL for (int g = 0; g < HEADS; g++) logits[r][g] += q[g][e] * number;
       }
       UNROLL for (int g = 0; g < HEADS; g++) {
@@ -147,11 +153,24 @@ _ATTEND = r"""
     }
     UNROLL for (int r = 0; r < ROUNDS; r++) {
       UNROLL for (int e = 0; e < E; e++) {
-        const float number = (float)values[r][e / VECTOR].numbers[e % VECTOR];
+        const float number = (float)some_values[r][e / VECTOR].numbers[e % VECTOR];
         UNROLL for (int g = 0; g < HEADS; g++) o[g][e] += logits[r][g] * number;
       }
     }
   }
+  if (first_new <= position && begin <= position && end > position && skipped == 0) {
+    constexpr int N = 16 / sizeof(T);
+    struct alignas(16) Whole { T numbers[N]; };
+    const size_t page = (size_t)places[start + position / PAGE];
+    const size_t slot = ((page * layer_count + layer) * 2 * KV_HEADS + kv_head) * PAGE + position % PAGE;
+    DEVICE Whole* to = (DEVICE Whole*)pool + slot * (D / N);
+    for (int i = THREAD; i < D / N; i += THREADS) {
+      const size_t at = ((size_t)token * KV_HEADS + kv_head) * (D / N) + i;
+      to[i] = ((const DEVICE Whole*)keys)[at];
+      to[i + KV_HEADS * PAGE * (D / N)] = ((const DEVICE Whole*)values)[at];
+    }
+  }
+  if (token == 0 && GROUP_Y == 0 && split == 0 && THREAD == 0) new_order[0] = 0;
   // The keys that a warp took at once, then the warps.
   UNROLL for (int g = 0; g < HEADS; g++) {
     UNROLL for (int mask = LANES; mask < 32; mask *= 2) {

@@ -1,7 +1,7 @@
 """GpuAttention: attention over pages by custom kernels, on CUDA and Metal.
 
-Launches a layer: one to write, one to attend, and one more to merge where keys are split; whatever the number
-of rows. Nothing is compiled again when rows, tokens, tables or splits change. Inference thread only.
+Launches a layer: one to write and attend, and one more to merge where keys are split, whatever the number of
+rows. Nothing is compiled again when rows, tokens, tables or splits change. Inference thread only.
 
 Kernels get a short view of the pool's beginning, not the pool: MLX adds up the sizes of what a command buffer
 reads and ends it at a limit, which a pool alone is above, so that each launch would end one.
@@ -22,15 +22,14 @@ from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
-_MOST_LANES_A_KEY = 16
-"""With 8 a pass of 64 rows of 100 to 1,500 tokens took 6.5 ms instead of 5.8, of one row 2.9 instead of 2.2
-(36 layers, 32 heads of 128 over 8; H100)."""
+_LANES_A_KEY = (16, 8)
+"""The first that leaves each lane whole vectors, or the last. On an H100 16 were a tenth faster than 8."""
 _VECTOR_BYTES = 16
 _LEAST_INPUT = 8
 """MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
 _SMALLEST_SPLIT = 128
 """Keys. What a split writes and the merge reads again is then below a sixteenth of the keys and values."""
-_MOST_SPLITS = 64
+_MOST_SPLITS = 32
 _BLOCKS_A_CORE = 6
 """Blocks that keep a core busy: two or three run at once, the rest evens out unequal rows."""
 _REMEMBERED_PLACES = 4
@@ -90,10 +89,22 @@ class _OnDevice:
         if (known := self.spans.get(key)) is not None:
             return known
         places = self.places
-        start = int(places.page_starts[row]) + 2 * places.token_count
+        start = int(places.page_starts[row]) + 3 * places.token_count
         last = int(places.positions[places.rows == row].max())
         found = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
         return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """How a launch attends."""
+
+    layer: int
+    scale: float
+    window: int
+    """0: none."""
+    sinks: mx.array | None
+    writes: bool
 
 
 class GpuAttention:
@@ -102,7 +113,7 @@ class GpuAttention:
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
         self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)
-        self._settings: dict[tuple[int, int, int, int, float], mx.array] = {}
+        self._settings: dict[tuple[int, int, int, int, float, bool], mx.array] = {}
         self._pool_array: mx.array | None = None
         self._pool_start: mx.array | None = None
 
@@ -119,13 +130,18 @@ class GpuAttention:
         self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
         self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
         self._gather = kernel("gather_row", "pool places span settings order", "keys values", body.GATHER_ROW)
-        attend_inputs = "queries pool places settings order"
-        self._attend_split = kernel("attend_split", attend_inputs, "parts part_sums", body.ATTEND_SPLIT)
+        attend_inputs = "queries keys values pool places settings order"
+        self._attend_split = kernel(
+            "attend_split", attend_inputs, "parts part_sums new_order", body.ATTEND_SPLIT
+        )
         self._attend_whole: dict[bool, _Kernel] = {}
         self._merge: dict[bool, _Kernel] = {}
         for has_sinks, ending, sinks in ((False, "", ""), (True, "_sinks", " sinks")):
             self._attend_whole[has_sinks] = kernel(
-                f"attend{ending}", attend_inputs + sinks, "out", body.attend_whole(has_sinks=has_sinks)
+                f"attend{ending}",
+                attend_inputs + sinks,
+                "out new_order",
+                body.attend_whole(has_sinks=has_sinks),
             )
             self._merge[has_sinks] = kernel(
                 f"merge{ending}", "parts part_sums settings" + sinks, "out", body.merge(has_sinks=has_sinks)
@@ -160,48 +176,89 @@ class GpuAttention:
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        nothing = self._start_of(pool)
+        way = _Way(layer, scale, window or 0, sinks, writes=False)
+        return self._attend(pool, queries, nothing, nothing, places, way)[0]
+
+    def write_and_attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        dtype = pool.shape.dtype
+        way = _Way(layer, scale, window or 0, sinks, writes=True)
+        out, pool.order = self._attend(pool, queries, keys.astype(dtype), values.astype(dtype), places, way)
+        return out
+
+    def _attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: TokenPlaces,
+        way: _Way,
+    ) -> tuple[mx.array, mx.array]:
+        """Return the answers, and the order of what comes behind."""
         token_count, head_count, _, head_size = queries.shape
-        shape = pool.shape
+        shape, has_sinks = pool.shape, way.sinks is not None
         group = head_count // shape.kv_head_count
-        heads = self._heads_a_block(group, head_size)
-        blocks = shape.kv_head_count * -(-group // heads)
+        division = _Division.of(shape, group, most_numbers=self._language.lane_numbers)
+        blocks = shape.kv_head_count * -(-group // division.heads)
         on_device = self._on_device(places)
-        splits = self._splits(on_device, token_count, window or 0, blocks)
-        constants = (*_pool_constants(shape), *_query_constants(shape, queries.dtype, group, heads))
-        extra = [] if sinks is None else [sinks]
+        splits = self._splits(on_device, token_count, way.window, blocks)
+        sinks = [] if way.sinks is None else [way.sinks]
         inputs = [
             queries,
+            keys,
+            values,
             self._start_of(pool),
             on_device.array,
-            self._settings_array(pool, layer, window or 0, splits.size, scale),
+            self._settings_array(pool, way.layer, way.window, splits.size, way.scale, way.writes),
             pool.order,
         ]
         launch: dict[str, Any] = {
-            "template": constants,
+            "template": [
+                *_pool_constants(shape),
+                ("Q", queries.dtype),
+                ("GROUP", group),
+                *division.constants(),
+            ],
             "grid": (token_count * body.THREADS, blocks, splits.count),
             "threadgroup": (body.THREADS, 1, 1),
         }
         if splits.count == 1:
-            return self._attend_whole[sinks is not None](
-                inputs=inputs + extra, output_shapes=[queries.shape], output_dtypes=[queries.dtype], **launch
-            )[0]
-        parts = self._attend_split(
+            out, order = self._attend_whole[has_sinks](
+                inputs=inputs + sinks,
+                output_shapes=[queries.shape, (1,)],
+                output_dtypes=[queries.dtype, mx.int32],
+                **launch,
+            )
+            return out, order
+        parts_shape = (token_count, head_count, splits.count)
+        *parts, order = self._attend_split(
             inputs=inputs,
-            output_shapes=[
-                (token_count, head_count, splits.count, head_size),
-                (token_count, head_count, splits.count, 2),
-            ],
-            output_dtypes=[mx.float32, mx.float32],
+            output_shapes=[(*parts_shape, head_size), (*parts_shape, 2), (1,)],
+            output_dtypes=[mx.float32, mx.float32, mx.int32],
             **launch,
         )
-        return self._merge[sinks is not None](
-            inputs=[*parts, self._settings_array(pool, split=splits.count), *extra],
+        (out,) = self._merge[has_sinks](
+            inputs=[*parts, self._settings_array(pool, split=splits.count), *sinks],
             template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
             grid=(token_count * head_count * head_size, 1, 1),
             threadgroup=(head_size, 1, 1),
             output_shapes=[queries.shape],
             output_dtypes=[queries.dtype],
-        )[0]
+        )
+        return out, order
 
     def gather_row(
         self,
@@ -268,10 +325,14 @@ class GpuAttention:
         for known in self._places:
             if known.places is places:
                 return known
-        first_page = 2 * places.token_count
+        rows, positions = places.rows, places.positions
+        first_page = 3 * places.token_count
+        begins = np.zeros(places.token_count, np.int32)
+        begins[1:] = np.where(rows[1:] != rows[:-1], np.arange(1, places.token_count), 0)
         numbers = np.zeros(max(first_page + len(places.pages), _LEAST_INPUT), np.int32)
-        numbers[0:first_page:2] = places.page_starts[places.rows] + first_page
-        numbers[1:first_page:2] = places.positions
+        numbers[0:first_page:3] = places.page_starts[rows] + first_page
+        numbers[1:first_page:3] = positions
+        numbers[2:first_page:3] = positions[np.maximum.accumulate(begins)]
         numbers[first_page : first_page + len(places.pages)] = places.pages
         found = _OnDevice(places, mx.array(numbers))
         self._places.appendleft(found)
@@ -289,26 +350,22 @@ class GpuAttention:
         return found
 
     def _settings_array(
-        self, pool: Pool, layer: int = 0, window: int = 0, split: int = 0, scale: float = 0.0
+        self,
+        pool: Pool,
+        layer: int = 0,
+        window: int = 0,
+        split: int = 0,
+        scale: float = 0.0,
+        writes: bool = False,
     ) -> mx.array:
-        key = (pool.shape.layer_count, layer, window, split, scale)
+        key = (pool.shape.layer_count, layer, window, split, scale, writes)
         if (known := self._settings.get(key)) is not None:
             return known
         if len(self._settings) >= _REMEMBERED_SETTINGS:
             self._settings.clear()
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
-        found = self._settings[key] = mx.array([*key[:-1], scale_bits], mx.int32)
+        found = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
         return found
-
-    def _heads_a_block(self, group: int, head_size: int) -> int:
-        """Return how many query heads a block takes: as many as fit the registers, evenly."""
-        most = max(1, self._language.lane_numbers // (head_size // _lanes(head_size)))
-        return -(-group // -(-group // most))
-
-
-def _lanes(head_size: int) -> int:
-    """Return how many lanes share a key."""
-    return _MOST_LANES_A_KEY if head_size % _MOST_LANES_A_KEY == 0 else _MOST_LANES_A_KEY // 2
 
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
@@ -320,18 +377,30 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
     ]
 
 
-def _query_constants(
-    shape: PoolShape, dtype: mx.Dtype, group: int, heads: int
-) -> list[tuple[str, int | mx.Dtype]]:
-    lane_numbers = shape.head_size // _lanes(shape.head_size)
-    # The largest power of two that divides them.
-    vector = min(lane_numbers & -lane_numbers, _VECTOR_BYTES // shape.dtype.size)
-    rounds = min(max(64 // (lane_numbers * shape.dtype.size), 1), 4)
-    return [
-        ("Q", dtype),
-        ("GROUP", group),
-        ("HEADS", heads),
-        ("LANES", _lanes(shape.head_size)),
-        ("VECTOR", vector),
-        ("ROUNDS", rounds),
-    ]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Division:
+    """How a block divides its work: see the constants of the kernel bodies."""
+
+    heads: int
+    lanes: int
+    vector: int
+    rounds: int
+
+    @classmethod
+    def of(cls, shape: PoolShape, group: int, *, most_numbers: int) -> _Division:
+        """`most_numbers` of queries fit a lane's registers."""
+        number_bytes = shape.dtype.size
+        whole = _VECTOR_BYTES // number_bytes
+        fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
+        lanes = next(fitting, _LANES_A_KEY[-1])
+        numbers = shape.head_size // lanes
+        most = max(1, most_numbers // numbers)
+        return cls(
+            heads=-(-group // -(-group // most)),  # evenly
+            lanes=lanes,
+            vector=min(numbers & -numbers, whole),  # the largest power of two that divides them
+            rounds=min(max(64 // (numbers * number_bytes), 1), 4),
+        )
+
+    def constants(self) -> list[tuple[str, int | mx.Dtype]]:
+        return [(name.upper(), getattr(self, name)) for name in ("heads", "lanes", "vector", "rounds")]

@@ -8,11 +8,14 @@ was written is where it belongs and nothing else has changed. The pool is a few 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.port import Ints, PagedAttention, PoolShape, TokenPlaces
+from icehouse_server.engine.attention.port import Ints, PagedAttention, Pool, PoolShape, TokenPlaces
 
 _PASS_COUNT = 3
 _MOST_LAYERS = 3
@@ -106,22 +109,10 @@ def _run(trial: _Trial, backend: PagedAttention, *, waits: bool) -> tuple[list[m
     backend.fill_pages(pool, trial.content, everything)
     backend.copy_pages(pool, everything[:1], everything[-1:])
     answers: list[mx.array] = []
-    for each in trial.passes:
+    for is_one_launch, each in zip(itertools.cycle((True, False)), trial.passes, strict=False):
         found: list[mx.array] = []
         for layer in range(shape.layer_count):
-            backend.write(pool, each.keys, each.values, each.places, layer=layer)
-            found.extend(
-                backend.attend(
-                    pool,
-                    each.queries,
-                    each.places,
-                    layer=layer,
-                    scale=shape.head_size**-0.5,
-                    window=way.window,
-                    sinks=way.sinks,
-                )
-                for way in trial.ways
-            )
+            found.extend(_answers(trial, backend, pool, each, layer, is_one_launch=is_one_launch))
         mx.async_eval(found, pool.order)  # type: ignore[no-untyped-call]
         if waits:
             mx.eval(found, pool.order)
@@ -138,6 +129,25 @@ def _run(trial: _Trial, backend: PagedAttention, *, waits: bool) -> tuple[list[m
         key_count=_LONGEST + size,
     )
     return answers, [whole, *row]
+
+
+def _answers(
+    trial: _Trial, backend: PagedAttention, pool: Pool, one: _Pass, layer: int, *, is_one_launch: bool
+) -> Iterator[mx.array]:
+    """Write and attend in each way; the first of them in the launch that writes, where that is wanted."""
+    if not is_one_launch:
+        backend.write(pool, one.keys, one.values, one.places, layer=layer)
+    for way in trial.ways:
+        named: dict[str, Any] = {
+            "layer": layer,
+            "scale": trial.shape.head_size**-0.5,
+            "window": way.window,
+            "sinks": way.sinks,
+        }
+        if is_one_launch and way is trial.ways[0]:
+            yield backend.write_and_attend(pool, one.queries, one.keys, one.values, one.places, **named)
+        else:
+            yield backend.attend(pool, one.queries, one.places, **named)
 
 
 def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> _Trial:

@@ -44,13 +44,26 @@ def attend_pages(
     """Return [tokens, heads, 1, size]. A pass's first call writes keys and values, later ones share them."""
     pool, attention, places = paged.group.pool, paged.group.attention, paged.places
     window = paged.group.window
-    if layer.fetched is None:
-        attention.write(pool, keys, values, places, layer=paged.number)
-        layer.fetched = []
+    is_first = layer.fetched is None
     spans = layer.spans
     has_arrays = masks is not None and any(isinstance(mask, mx.array) for mask in masks)
     row_count = 0 if has_arrays else _short_count(spans)
     token_count = spans.starts[row_count] if row_count < len(spans.starts) else spans.token_count
+    if is_first:
+        layer.fetched = []
+        if token_count == spans.token_count:
+            return attention.write_and_attend(
+                pool,
+                queries,
+                keys,
+                values,
+                places,
+                layer=paged.number,
+                scale=scale,
+                window=window,
+                sinks=sinks,
+            )
+        attention.write(pool, keys, values, places, layer=paged.number)
     outputs: list[mx.array] = []
     if token_count:
         outputs.append(
