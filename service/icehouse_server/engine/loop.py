@@ -133,6 +133,7 @@ class EngineLoop:
         if not self._has_pass_to_run:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
+        self._cache.hand_over_spills(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
         self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None

@@ -330,7 +330,7 @@ def test_a_block_is_cut_where_guesses_are_in_flight_behind_it(
         in_flight = runner._pipeline._in_flight
         assert in_flight is not None and bool(in_flight.drafted_count) is (asked is not None)
         cut = runner.blocks.cut(SequenceId(1), start=512, stop=576, kinds=kinds)
-        found.append(runner.blocks.to_host([cut[kind] for kind in kinds]))
+        found.append(runner.blocks.begin_to_host([cut[kind] for kind in kinds]).take())
     for one, other in zip(*found, strict=True):
         assert [bytes(tensor.data) for tensor in one.tensors] == [bytes(t.data) for t in other.tensors]
 
