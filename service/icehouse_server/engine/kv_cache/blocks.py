@@ -20,10 +20,15 @@ from icehouse_server.engine.kv.paging import Paging, table_of
 from icehouse_server.engine.kv.pool import Passes
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
-from icehouse_server.engine.kv_cache.host_copy import HostCopy
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host
+from icehouse_server.engine.kv_cache.regions import (
+    ArrayRegion,
+    HostCopy,
+    dispatch,
+    evaluate,
+    from_host,
+)
 from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort
