@@ -154,11 +154,16 @@ def test_a_copy_to_the_host_is_done_when_a_pass_behind_it_has_ended(
 
 
 def restore_beside_passes(
-    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool
+    folder: Path,
+    kinds: list[RegionKind],
+    waits: Waits,
+    *,
+    is_pipelined: bool,
+    attention: Attention = Attention.ROWS,
 ) -> tuple[dict[int, list[int]], int, int]:
     """Put a sequence back, from blocks that came from SSD but for the kv, while another one decodes, and go
     on with both. Return their tokens, the steps that it took, and how often it waited for the device."""
-    runner = runner_of(folder, is_pipelined=is_pipelined)
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=attention)
     blocks, row = runner.blocks, DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
@@ -181,13 +186,14 @@ def restore_beside_passes(
     return tokens, step_count, wait_count
 
 
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
-    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, architecture: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer a pass is what it took: each waited behind the pass in flight, and its time was over."""
     folder, waits = tiny_model_dir(tmp_path, architecture), Waits(monkeypatch)
-    ahead = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=True)
+    ahead = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=True, attention=attention)
     waited = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=False)
     tokens, step_count, wait_count = ahead
     assert (step_count, wait_count) == (1, 0)
