@@ -137,6 +137,7 @@ class EngineLoop:
         if not self._has_pass_to_run:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
+        self._cache.hand_over_spills(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
         self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
@@ -360,7 +361,9 @@ class EngineLoop:
         if overrun is not None:
             self._requests.fail(overrun.sequence, overrun.error)
         self._requests.release_ended()
-        if not plan.chunks and not self._scheduler.is_decoding and not self._awaits_reading:
+        # The last pass of a prompt that is measured or pooled may be in flight, with nothing behind it.
+        is_unread = any(sequence.unread_chunk_count for sequence in self._scheduler.running)
+        if not (plan.chunks or self._scheduler.is_decoding or is_unread):
             return overrun is not None
         asked = [chunk.for_runner() for chunk in plan.chunks]
         for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
@@ -375,8 +378,7 @@ class EngineLoop:
         read = self._take_read(result)
         self._keep(plan.chunks, self._deliver(result.drawn))
         for sequence in read:
-            if sequence.phase is not Phase.ENDED:
-                self._end_if_nothing_is_asked(sequence)
+            self._end_if_nothing_is_asked(sequence)
         self._requests.release_ended()
         return True
 
@@ -397,11 +399,6 @@ class EngineLoop:
             )
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
-    @property
-    def _awaits_reading(self) -> bool:
-        """Whether the device is at chunks that are measured or pooled, the last of their prompts perhaps."""
-        return any(sequence.unread_chunk_count for sequence in self._scheduler.running)
-
     def _advance(self, chunk: PrefillChunk) -> None:
         """Take that a chunk ran: tell its caller, let its sequence decode."""
         sequence = chunk.sequence
@@ -416,16 +413,13 @@ class EngineLoop:
 
     def _take_read(self, result: PassResult) -> list[Sequence]:
         """Take what was measured and pooled of prompts, and tell it; return whose it was."""
-        found: list[Sequence] = []
-        for sequence_id, measured in result.measured.items():
-            if (sequence := self._requests.find(sequence_id)) is not None:
-                found.append(sequence)
-                if logprobs := sequence.take_prompt_logprobs(measured):
-                    self._tell_progress(sequence, logprobs)
-        for sequence_id, pooled in result.pooled.items():
-            if (sequence := self._requests.find(sequence_id)) is not None:
-                found.append(sequence)
+        names = (*result.measured, *result.pooled)
+        found = [sequence for name in names if (sequence := self._requests.find(name)) is not None]
+        for sequence in found:
+            if (pooled := result.pooled.get(sequence.sequence_id)) is not None:
                 sequence.take_pooled(pooled)
+            elif logprobs := sequence.take_prompt_logprobs(result.measured[sequence.sequence_id]):
+                self._tell_progress(sequence, logprobs)
         return found
 
     def _tell_progress(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
@@ -433,7 +427,7 @@ class EngineLoop:
         self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
 
     def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
-        if sequence.is_prefilled and sequence.output_token_limit == 0 and not sequence.unread_chunk_count:
+        if sequence.is_all_told:
             now = self._clock.monotonic()
             self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
             self._requests.close(sequence)

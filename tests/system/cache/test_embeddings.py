@@ -66,10 +66,15 @@ def direct(model_dir: Path, pooling: Pooling, adapter: Path | None = None) -> li
     return found
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_vectors_are_those_of_a_direct_computation(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "is_pipelined"),
+    [*((architecture, False) for architecture in ARCHITECTURES), ("llama", True), ("lfm2", True)],
+)
+def test_vectors_are_those_of_a_direct_computation(
+    tmp_path: Path, architecture: str, is_pipelined: bool
+) -> None:
     model_dir = tiny_model_dir(tmp_path, architecture)
-    with CacheServer(model_dir, None) as served:
+    with CacheServer(model_dir, None, is_pipelined=is_pipelined) as served:
         assert served.recorder.model.embedding_size == 64
         told = {pooling: vectors_of(served, pooling) for pooling in Pooling}
     for pooling in Pooling:

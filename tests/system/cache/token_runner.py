@@ -29,6 +29,25 @@ class TokenRegion:
         return TOKEN_BYTES * len(self.tokens) + self.padding_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenCopy:
+    """What is written of regions; there at once, unless the runner takes its time."""
+
+    regions: tuple[HostRegion, ...]
+    runner: TokenRunner
+
+    @property
+    def is_done(self) -> bool:
+        return not self.runner.is_copying
+
+    @property
+    def is_apart(self) -> bool:
+        return self.runner.copies_apart
+
+    def take(self) -> tuple[HostRegion, ...]:
+        return self.regions
+
+
 class TokenRunner(FakeRunner):
     """Runner and CacheRunner. Its windows hold the last tokens, its checkpoints all tokens so far."""
 
@@ -39,6 +58,10 @@ class TokenRunner(FakeRunner):
         self.restored: list[tuple[SequenceId, int]] = []
         self.slices_per_restore = 1
         self.refuse_restore: Callable[[RestoreInput], bool] = lambda restore: False
+        self.is_copying = False
+        """Whether what was begun to be copied to host memory is not there yet."""
+        self.copies_apart = False
+        """Whether it is then memory of its own."""
         self._checkpoint_padding_bytes = checkpoint_padding_bytes
         self._restoring: dict[SequenceId, tuple[RestoreInput, int]] = {}
 
@@ -97,8 +120,8 @@ class TokenRunner(FakeRunner):
         self.restored.append((sequence_id, restore.token_count))
         return True
 
-    def to_host(self, regions: Sequence[TokenRegion]) -> tuple[HostRegion, ...]:
-        return tuple(_to_host(region) for region in regions)
+    def begin_to_host(self, regions: Sequence[TokenRegion]) -> TokenCopy:
+        return TokenCopy(tuple(_to_host(region) for region in regions), self)
 
     def from_host(self, region: HostRegion) -> TokenRegion:
         data = next(t.data for t in region.tensors if t.name == "tokens")

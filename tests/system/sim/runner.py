@@ -47,6 +47,26 @@ class SimRegion:
         object.__setattr__(self, "size_bytes", 8 * len(self.rows) * len(_NAMES[self.kind]))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimCopy:
+    """Regions on their way to the host: pipelined, the second pass from now on tells that they are there."""
+
+    runner: SimRunner
+    regions: tuple[SimRegion, ...]
+    done_pass: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.runner.pass_count >= self.done_pass
+
+    @property
+    def is_apart(self) -> bool:
+        return self.runner.copies_apart
+
+    def take(self) -> tuple[HostRegion, ...]:
+        return tuple(_host_region(region) for region in self.regions)
+
+
 class SimTarget:
     """Rows of both kv tensors that readers fill; full of dirt until they do."""
 
@@ -78,6 +98,9 @@ class SimRunner:
         self._dice = dice
         self.is_pipelined = spec.weights % 2 == 1
         self._has_targets = spec.weights % 3 > 0
+        self.copies_apart = spec.weights % 4 > 1
+        """Whether what is to be written is copied, and no view of what RAM holds."""
+        self.pass_count = 0
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}
         self.decoding: dict[SequenceId, _Row] = {}
@@ -114,6 +137,7 @@ class SimRunner:
         if before_wait is not None:
             before_wait()
         told = self._drawn()
+        self.pass_count += 1
         fed_count = len(self.decoding) + sum(
             len(chunk.token_ids) * (chunk.layers.share if chunk.layers else 1.0) for chunk in chunks
         )
@@ -277,8 +301,8 @@ class SimRunner:
         assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in region.tensors[1:])
         return SimRegion(region.kind, tuple(rows))
 
-    def to_host(self, regions: Sequence[SimRegion]) -> tuple[HostRegion, ...]:
-        return tuple(_host_region(region) for region in regions)
+    def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:
+        return SimCopy(self, tuple(regions), self.pass_count + 2 * self.is_pipelined)
 
 
 def _host_region(region: SimRegion) -> HostRegion:

@@ -159,6 +159,12 @@ class Sequence:
         return self.processed_token_count >= self.prefill_target
 
     @property
+    def is_all_told(self) -> bool:
+        """Whether nothing is drawn of it, its prompt has run and what was asked of that is known."""
+        is_read = self.is_prefilled and not self.unread_chunk_count
+        return is_read and self.output_token_limit == 0 and self.phase is not Phase.ENDED
+
+    @property
     def next_image(self) -> ImageSpan | None:
         """The first image of which tokens are still to run and no vectors are there: its prefill stops before
         it."""

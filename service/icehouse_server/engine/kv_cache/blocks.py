@@ -17,11 +17,18 @@ from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
 from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
 from icehouse_server.engine.kv.paging import Paging, table_of
+from icehouse_server.engine.kv.pool import Passes
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host, to_host
+from icehouse_server.engine.kv_cache.regions import (
+    ArrayRegion,
+    HostCopy,
+    dispatch,
+    evaluate,
+    from_host,
+)
 from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort
@@ -67,12 +74,14 @@ class RunnerBlocks:
         is_pipelined: bool,
         clock: Clock,
         thread: OneThread,
+        passes: Passes,
     ) -> None:
         self._sequences = sequences
         self._block_token_count = block_token_count
         self._is_pipelined = is_pipelined
         self._clock = clock
         self._thread = thread
+        self._passes = passes
         self._layout: CacheLayout | None = None
         self._kv_shapes: tuple[KvShape, ...] = ()
         self._paging: Paging | None = None
@@ -240,16 +249,16 @@ class RunnerBlocks:
         """Drop every restore."""
         self._restoring.clear()
 
-    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
+    def begin_to_host(self, regions: Sequence[Region]) -> HostCopy:
         self._thread.check()
-        return tuple(to_host(self._as_arrays(region)) for region in regions)
+        return HostCopy(regions, [self._as_arrays(region) for region in regions], self._passes)
 
     def _as_arrays(self, region: Region) -> ArrayRegion:
         if not isinstance(region, PageRegion):
             return cast("ArrayRegion", region)
         assert self._group is not None
         copied = copied_out(self._group, region, [shape.name for shape in self._kv_shapes])
-        evaluate([copied])
+        self._compute([copied])
         return copied
 
     def from_host(self, region: HostRegion) -> Region:

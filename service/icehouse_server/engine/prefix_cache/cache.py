@@ -319,6 +319,11 @@ class PrefixCache:
             return self._eviction.yield_bytes(size_bytes, spared=spared)
         return self._eviction.yield_by_spilling(size_bytes, spared=spared, request_id=request_id)
 
+    def hand_over_spills(self, *, may_wait: bool) -> None:
+        """Hand blocks to the storage thread whose copies are done; with `may_wait`, which no pass waits for,
+        all."""
+        self._spills.hand_over(may_wait=may_wait)
+
     def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
         """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
         return self._eviction.yieldable_bytes(spared=spared)
@@ -406,8 +411,7 @@ class PrefixCache:
 
     def pin_stored(self, blocks: ReadSequence[BlockHash], *, pinned: bool) -> TaskId | None:
         """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
-        assert self.storage is not None, "there is no SSD tier"
-        return self.storage.pin(blocks, pinned=pinned)
+        return self._spills.pin(blocks, pinned=pinned)
 
     def remove_stored(self, blocks: ReadSequence[BlockHash]) -> TaskId | None:
         """Order blocks to be removed from SSD, after those of every order before; None: too much waits."""

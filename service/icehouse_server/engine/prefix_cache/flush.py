@@ -31,6 +31,7 @@ class Flush:
             if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
                 break
             self._spills.send(self._waiting.pop(), request_id=None)
+        self._spills.hand_over(may_wait=True)
         return self.left_count > 0
 
 

@@ -148,6 +148,7 @@ class ModelRunner:
             is_pipelined=settings.is_pipelined,
             clock=clock,
             thread=self._thread,
+            passes=self._pass_clock,
         )
 
     def load(self) -> ModelInfo:

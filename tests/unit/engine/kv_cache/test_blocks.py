@@ -74,7 +74,7 @@ def cut_beside_passes(
         before = waits.count
         runner.blocks.cut(sequence_id, start=0, stop=16, kinds=[RegionKind.KV])
         wait_count += waits.count - before
-    return list(runner.blocks.to_host([found[kind] for kind in kinds])), wait_count
+    return list(runner.blocks.begin_to_host([found[kind] for kind in kinds]).take()), wait_count
 
 
 @pytest.mark.parametrize("attention", [Attention.ROWS, Attention.SLAB])
@@ -119,23 +119,57 @@ def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
         return really(flat)
 
     monkeypatch.setattr(regions, "bytes_of", read)
-    runner.blocks.to_host([found[kind] for kind in kinds])
+    runner.blocks.begin_to_host([found[kind] for kind in kinds]).take()
     assert graph.getvalue() and "shape=rectangle" not in graph.getvalue(), "something was left to compute"
     assert waits.count == 0
 
 
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+def test_a_copy_to_the_host_is_done_when_a_pass_behind_it_has_ended(
+    tmp_path: Path, attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can ask the device, and nobody waits for it."""
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=True, attention=attention)
+    row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    found = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])
+    runner.run([Chunk(SequenceId(1), PROMPT[16:], row=row)])
+    waits = Waits(monkeypatch)
+    copy = runner.blocks.begin_to_host([found[RegionKind.KV]])
+    assert waits.count == 0 and copy.is_apart is (attention is Attention.PAGES)
+    done = [copy.is_done]
+    for _ in range(3):
+        runner.run([])
+        done.append(copy.is_done)
+    assert done == [False, False, True, True], "one pass was in flight, and the next one ends a call later"
+    before = waits.count
+    (host,) = copy.take()
+    assert waits.count == before and host.size_bytes
+    runner.release([SequenceId(1)])
+    runner.run([])
+    at_once = runner.blocks.begin_to_host([found[RegionKind.KV]])
+    assert at_once.is_done, "nothing is in flight"
+    assert [bytes(t.data) for t in at_once.take()[0].tensors] == [bytes(t.data) for t in host.tensors]
+
+
 def restore_beside_passes(
-    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool
+    folder: Path,
+    kinds: list[RegionKind],
+    waits: Waits,
+    *,
+    is_pipelined: bool,
+    attention: Attention = Attention.ROWS,
 ) -> tuple[dict[int, list[int]], int, int]:
     """Put a sequence back, from blocks that came from SSD but for the kv, while another one decodes, and go
     on with both. Return their tokens, the steps that it took, and how often it waited for the device."""
-    runner = runner_of(folder, is_pipelined=is_pipelined)
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=attention)
     blocks, row = runner.blocks, DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
     found = blocks.cut(SequenceId(1), start=0, stop=16, kinds=kinds)
     others = [kind for kind in kinds if kind is not RegionKind.KV]
-    read = blocks.to_host([found[kind] for kind in others])
+    read = blocks.begin_to_host([found[kind] for kind in others]).take()
     told = [runner.run([Chunk(SequenceId(1), PROMPT[16:], row=row)])]
     before, step_count = waits.count, 1
     block = PlacedBlock(0, 16, {**found, **{region.kind: blocks.from_host(region) for region in read}})
@@ -152,13 +186,14 @@ def restore_beside_passes(
     return tokens, step_count, wait_count
 
 
+@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
-    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, architecture: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer a pass is what it took: each waited behind the pass in flight, and its time was over."""
     folder, waits = tiny_model_dir(tmp_path, architecture), Waits(monkeypatch)
-    ahead = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=True)
+    ahead = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=True, attention=attention)
     waited = restore_beside_passes(folder, KINDS[architecture], waits, is_pipelined=False)
     tokens, step_count, wait_count = ahead
     assert (step_count, wait_count) == (1, 0)
@@ -206,7 +241,7 @@ def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
     cut = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])
-    (host,) = runner.blocks.to_host([cut[RegionKind.KV]])
+    (host,) = runner.blocks.begin_to_host([cut[RegionKind.KV]]).take()
     lacking = runner.blocks.from_host(HostRegion(RegionKind.KV, host.tensors[:-1]))
     block = PlacedBlock(0, 16, {RegionKind.KV: lacking})
     restore = RestoreInput((block,), None, 0, None, 0, token_count=16, capacity_token_count=32)

@@ -25,6 +25,9 @@ class Spills:
     def send(self, entry: object, *, request_id: None) -> None:
         self.under_way_count += 1
 
+    def hand_over(self, *, may_wait: bool) -> None:
+        assert may_wait, "no pass runs that would wait for it"
+
     def written(self) -> None:
         self.under_way_count -= not self.is_stuck
 

@@ -18,6 +18,8 @@ class Spilling:
     """What it will take of its owner's quota there."""
     leaves_ram: bool = False
     """Whether its RAM copy goes when it is written: others need the space."""
+    is_copied: bool = False
+    """Whether it is written from memory of its own, so that its RAM copy may go before."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Eviction from RAM: who goes for whom, by way of the SSD or at once. Inference thread only.
 
-A block on its way to SSD still holds its arrays; its bytes count as free already, and the write
-queue bounds how many they are.
+A block on its way to SSD still holds its arrays, until it is written, or copied to memory of its own; its
+bytes count as free already, and the write queue bounds how many they are.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class RamEviction:
         self._index = index
         self._spills = spills
         self._quotas = quotas
+        spills.when_handed_over = self._free_copied
 
     def make_space(
         self,
@@ -130,7 +131,7 @@ class RamEviction:
         leave all the same."""
         spared = [entry.hash for entry in entries]
         for entry in entries:
-            if entry.spill is not None and entry.spill.leaves_ram:
+            if entry.spill is not None and entry.spill.leaves_ram and entry.ram:
                 # Its bytes are taken again while others are looked for.
                 entry.spill.leaves_ram = False
                 entry.spill.leaves_ram = not self._fits_after_all(entry, request_id, spared=spared)
@@ -165,8 +166,14 @@ class RamEviction:
             self._spills.send(entry, spared=spared, request_id=request_id)
         if entry.spill is not None:
             entry.spill.leaves_ram = True
+            self._free_copied(entry)
         else:
             self._drop(entry)
+
+    def _free_copied(self, entry: Entry) -> None:
+        """Free what a block takes that leaves and is written from a copy."""
+        if entry.spill is not None and entry.spill.leaves_ram and entry.spill.is_copied:
+            self._ram.drop(entry)
 
     def _drop(self, entry: Entry) -> None:
         self._ram.drop(entry)

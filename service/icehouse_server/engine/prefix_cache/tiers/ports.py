@@ -68,6 +68,24 @@ class KvTarget(Protocol):
         ...
 
 
+class HostCopy(Protocol):
+    """Regions on their way to host memory. Keeps them alive until they are taken."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `take` waits for no pass of the device."""
+        ...
+
+    def take(self) -> tuple[HostRegion, ...]:
+        """Return the bytes, which another thread may read and drop; wait for them if they are not there."""
+        ...
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the bytes are a copy, so that the regions' memory is free without them."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreInput:
     """All a restore is made from: blocks in RAM in ascending order, then what was loaded from SSD."""
@@ -121,8 +139,8 @@ class CacheRunner(Protocol):
         """Copy host memory onto the device, evaluated."""
         ...
 
-    def to_host(self, regions: Sequence[Region]) -> tuple[HostRegion, ...]:
-        """Return views of evaluated regions that another thread may read and drop."""
+    def begin_to_host(self, regions: Sequence[Region]) -> HostCopy:
+        """Have regions brought to host memory, behind what the device is at."""
         ...
 
 

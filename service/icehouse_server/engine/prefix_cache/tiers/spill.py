@@ -1,20 +1,21 @@
 """Spills: which block may leave RAM for SSD, credit before anything is copied, what is under way.
 
-Inference thread only. Accepted here means handed over; the row is the commit. What is under way is
-said by the entries themselves (`Entry.spill`).
+Inference thread only. Accepted here means copied to host memory and then handed over, at once or in a later
+step; the row is the commit. What is under way is said by the entries themselves (`Entry.spill`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.host_copies import HostCopies
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, HostCopy, StoragePort
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.storage.messages import TaskId
@@ -49,7 +50,9 @@ class Spills:
         self._index = index
         self._quotas = quotas
         self._counters = counters
-        self._runner = runner
+        self._copies = HostCopies(runner)
+        self.when_handed_over: Callable[[Entry], None] = lambda entry: None
+        """Called when the storage thread has the bytes of a block."""
         self._removals: dict[TaskId, frozenset[BlockHash]] = {}
 
     @property
@@ -58,7 +61,7 @@ class Spills:
 
     @property
     def under_way_count(self) -> int:
-        """Blocks handed to the storage thread and not yet written or dropped."""
+        """Blocks that are copied, or with the storage thread, and not yet written or dropped."""
         return len(self._index.spilling)
 
     @property
@@ -74,6 +77,7 @@ class Spills:
         """Order blocks to be removed from SSD, `removal_ended` follows; None when too much waits."""
         if self.storage is None:
             return None
+        self._copies.finish(blocks)
         task_id = self.storage.evict(blocks)
         if task_id is not None:
             self._removals[task_id] = frozenset(blocks)
@@ -86,7 +90,18 @@ class Spills:
     def lose_storage(self) -> None:
         """Nothing is written or removed any more."""
         self.storage = None
+        self._copies.clear()
         self._removals.clear()
+
+    def hand_over(self, *, may_wait: bool) -> None:
+        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
+        self._copies.proceed(may_wait=may_wait)
+
+    def pin(self, blocks: Sequence[BlockHash], *, pinned: bool) -> TaskId | None:
+        """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
+        assert self.storage is not None, "there is no SSD tier"
+        self._copies.finish(blocks)
+        return self.storage.pin(blocks, pinned=pinned)
 
     def wants(self, entry: Entry) -> bool:
         """Whether this block may go to SSD and is not there yet."""
@@ -140,12 +155,18 @@ class Spills:
             credit.cancel()
             self._counters.note_drop(SpillDropCause.TENANT_SHARE)
             return False
-        kinds = sorted(entry.ram, key=list(RegionKind).index)
-        regions = self._runner.to_host([entry.ram[kind] for kind in kinds])
         header = entry.header(self._settings.fingerprint, self._settings.block_token_count)
-        block = HostBlock(header, regions)
-        self.storage.spill(block, credit, pinned=entry.is_pinned, request_id=request_id)
+        regions = [entry.ram[kind] for kind in sorted(entry.ram, key=list(RegionKind).index)]
         self._index.begin_spill(entry, size_bytes=size_bytes)
+
+        def hand_over(copy: HostCopy) -> None:
+            assert self.storage is not None and entry.spill is not None
+            block = HostBlock(header, copy.take())
+            self.storage.spill(block, credit, pinned=entry.is_pinned, request_id=request_id)
+            entry.spill.is_copied = copy.is_apart
+            self.when_handed_over(entry)
+
+        self._copies.begin(entry.hash, regions, hand_over)
         return True
 
     def _fits_quota(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import pytest
-from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.domain.blocks import HostBlock, Region, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
@@ -16,6 +17,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.storage.messages import TaskId
 from icehouse_server.storage.worker.credit import Credit, Meter
 
 from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of, settings
@@ -28,6 +30,8 @@ class Queue:
     def __init__(self, limit_bytes: int) -> None:
         self.meter = Meter(limit_bytes)
         self.blocks: list[HostBlock] = []
+        self.pinned: list[bool] = []
+        self.orders: list[tuple[str, BlockHash]] = []
 
     def try_reserve(self, size_bytes: int) -> Credit | None:
         return Credit(self.meter, size_bytes) if self.meter.try_take(size_bytes) else None
@@ -37,6 +41,16 @@ class Queue:
     ) -> None:
         assert block.size_bytes <= credit.size_bytes
         self.blocks.append(block)
+        self.pinned.append(pinned)
+        self.orders.append(("spill", block.header.hash))
+
+    def evict(self, hashes: Sequence[BlockHash]) -> TaskId:
+        self.orders += [("evict", name) for name in hashes]
+        return TaskId(1)
+
+    def pin(self, hashes: Sequence[BlockHash], *, pinned: bool = True) -> TaskId:
+        self.orders += [("pin", name) for name in hashes]
+        return TaskId(2)
 
 
 @dataclasses.dataclass
@@ -91,9 +105,74 @@ def test_a_block_is_sent_once() -> None:
     assert made.counters.drop_totals.total() == 0
 
 
+def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
+    """Where a pass is in flight that comes in a later step, and nobody waits for it."""
+    made = bench()
+    made.runner.is_copying = True
+    first, second = made.block(), made.block(SIZE)
+    assert made.spills.send(first, request_id=None) and made.spills.send(second, request_id=None)
+    assert first.is_spilling and made.spills.under_way_count == 2
+    made.spills.hand_over(may_wait=False)
+    assert not made.queue.blocks and made.queue.meter.outstanding, "credit bounds what is on its way"
+    first.is_pinned = True
+    made.runner.is_copying = False
+    made.spills.hand_over(may_wait=False)
+    assert [block.header.token_ids for block in made.queue.blocks] == [first.token_ids, second.token_ids]
+    assert made.queue.pinned == [True, False], "what was ordered meanwhile holds"
+
+
+def test_where_nothing_else_runs_a_copy_is_waited_for() -> None:
+    made = bench()
+    made.runner.is_copying = True
+    assert made.spills.send(made.block(), request_id=None) and not made.queue.blocks
+    made.spills.hand_over(may_wait=True)
+    assert made.queue.blocks
+
+
+def test_what_is_ordered_of_a_block_comes_behind_it() -> None:
+    """Or the storage thread would write what it was told to remove."""
+    made = bench()
+    made.runner.is_copying = True
+    first, second, third = made.block(), made.block(SIZE), made.block(2 * SIZE)
+    for entry in (first, second, third):
+        made.spills.send(entry, request_id=None)
+    made.spills.remove([second.hash])
+    assert made.queue.orders == [("spill", first.hash), ("spill", second.hash), ("evict", second.hash)]
+    made.spills.pin([third.hash], pinned=True)
+    assert made.queue.orders[3:] == [("spill", third.hash), ("pin", third.hash)]
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_memory_of_a_block_that_leaves_is_free_once_it_is_copied(is_apart: bool, is_early: bool) -> None:
+    """A view holds it until it is written; a block that is sent early and goes later goes at once."""
+    made = bench()
+    made.runner.is_copying, made.runner.copies_apart = not is_early, is_apart
+    entry = made.block()
+    regions, entry.ram = entry.ram, {}
+    ram = RamTier(limit_bytes=entry_bytes(regions), block_token_count=SIZE, log=BlockLog())
+    eviction = RamEviction(ram=ram, index=made.shelf.index, spills=made.spills, quotas=made.quotas)
+    ram.put(entry, regions)
+    if is_early:
+        made.spills.send(entry, request_id=None)
+    assert ram.used_bytes
+    assert eviction.make_space(1, spared=(), owner=None, request_id=None)
+    assert entry.is_leaving and bool(ram.used_bytes) is (not is_apart or not is_early)
+    made.runner.is_copying = False
+    made.spills.hand_over(may_wait=False)
+    assert bool(ram.used_bytes) is not is_apart
+    assert eviction.keep([entry], None) == ([entry] if is_apart else [])
+    eviction.spill_ended(entry, is_kept_on_ssd=True)
+    assert not entry.is_spilling and bool(entry.ram) is not is_apart
+
+
+def entry_bytes(regions: Mapping[RegionKind, Region]) -> int:
+    return sum(region.size_bytes for region in regions.values())
+
+
 def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(limit_bytes=100)
-    monkeypatch.setattr(made.runner, "to_host", lambda regions: pytest.fail("copied without credit"))
+    monkeypatch.setattr(made.runner, "begin_to_host", lambda regions: pytest.fail("copied without credit"))
     entry = made.block()
     assert not made.spills.has_credit(entry) and not made.spills.send(entry, request_id=None)
     assert made.counters.drop_totals == {SpillDropCause.NO_CREDIT: 1}
