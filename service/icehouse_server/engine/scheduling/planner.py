@@ -204,8 +204,10 @@ class PassRoom:
     def _cut(self, count: int, left: float, start: int, *, is_first: bool) -> int:
         """Return the tokens of a chunk from `start` that takes what is left of a longer prompt."""
         grid, tokens = self._limits.grid_token_count, int(left)
-        if tokens >= grid or not is_first:
-            return tokens // grid * grid if tokens >= grid else tokens
+        if tokens >= grid:
+            return tokens // grid * grid
+        if not is_first:
+            return tokens
         # A pass always brings the first prompt on, by the grid's tokens where they keep the promise at all.
         return grid if self._keeps_promise(grid, start) else max(tokens, 1)
 
@@ -219,8 +221,10 @@ class PassRoom:
         if not fitting:
             return usual[0] if is_first else 0
         cost = self._costs.cost()
-        best: int = max(fitting, key=lambda n: n / cost.seconds(self._with(n, start)) if cost else n)
-        return best
+        if cost is None:
+            return fitting[-1]
+        rates = {n: n / cost.seconds(self._with(n, start)) for n in fitting}
+        return max(fitting, key=rates.__getitem__)
 
     def _with(self, count: int, start: int) -> PassSize:
         """Return the size of the pass with one chunk more."""
