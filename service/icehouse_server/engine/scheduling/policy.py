@@ -70,8 +70,8 @@ class PassPolicy:
     """Passes of rows that tell what they take now."""
     kept_count: int = 6
     """Passes kept of each doubling of tokens and of positions."""
-    half_life: int = 128
-    """In passes, a power of two: after so many a pass counts half, after four times as many it is dropped."""
+    life: int = 512
+    """In passes: the older one is the less it counts, and so old it is dropped."""
     surprise_factor: float = 2.0
     """A pass that took so many times what was expected, or so small a part of it, is no lesson by itself."""
     surprise_count: int = 12

@@ -6,9 +6,9 @@ import dataclasses
 import random
 
 import pytest
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 
 from tests.unit.engine.scheduling.devices import CPU, GPU, H200, Costs, Quirks, Served
 
@@ -107,7 +107,7 @@ def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
         served.end(prompt)
         served.run(10)
     assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
-    assert sum(gaps) <= (1.1 if quirks.late_s else 1.0) * most_times * alone_s
+    assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
 
 
 @pytest.mark.parametrize(("token_count", "pass_s"), [(256, 0.012), (2048, 0.014)])
