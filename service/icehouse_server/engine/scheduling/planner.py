@@ -269,8 +269,6 @@ class RoomAlone(PassRoom):
         # Pieces are of that length or longer, all alike: a short last one would pay the fixed part again.
         length, grid = max(1.0, left), self._limits.prefill_grid_token_count
         piece_count = max(1, int(count / length + self._policy.piece_rounding))
-        if count / piece_count > self._policy.piece_excess * length:
-            piece_count += 1
         return math.ceil(count / piece_count / grid) * grid
 
 

@@ -45,8 +45,6 @@ class PassPolicy:
     """A limit on a pass alone is at least so many times its fixed part: less would be mostly that."""
     piece_rounding: float = 0.25
     """What is left behind the last whole piece makes one more from three quarters of a piece on."""
-    piece_excess: float = 4.0 / 3.0
-    """Most times the limit that a chunk may take so that all are of one length."""
 
     # Layers in slices, where time ends them.
     layers_at_once: float = 2.0
