@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from icehouse_server.engine.attention.padding import padding_of
+from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.policy import POLICY, PassPolicy
 
@@ -47,6 +48,13 @@ class SchedulerLimits:
     def most_pass_token_count(self) -> int:
         """Prompt tokens of a pass at most."""
         return self.pass_token_count or self.prefill_chunk_token_count
+
+    def within(self, model: MemoryModel, *, free_bytes: int) -> SchedulerLimits:
+        """Return the same with as many tokens in a pass as there is memory for beside the weights, but those
+        of a whole chunk at least."""
+        budget_bytes = max(0, int(self.policy.pass_memory_share * free_bytes))
+        fitting = min(self.most_pass_token_count, model.pass_token_count(budget_bytes=budget_bytes))
+        return dataclasses.replace(self, pass_token_count=max(self.prefill_chunk_token_count, fitting))
 
     def size_of_chunk(self, start: int, token_count: int, *, draw_count: int = 0) -> PassSize:
         """Return the size of a chunk of one sequence on top of `start` tokens, padding included."""
