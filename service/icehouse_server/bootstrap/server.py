@@ -37,8 +37,8 @@ from icehouse_server.engine.runner.model_loader import (
 from icehouse_server.engine.runner.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel

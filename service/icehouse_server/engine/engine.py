@@ -20,14 +20,14 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
-from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
 
@@ -189,15 +189,15 @@ class Engine:
         measured = memory_model.measured_token_count(
             budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
         )
-        asked = self._settings.limits
         limits = dataclasses.replace(
-            asked,
-            pass_token_count=self._pass_token_count(asked, memory_model, resident_bytes=model.resident_bytes),
+            self._settings.limits,
             cuts_before_last_token=prefix.cuts_before_last_token,
             chunk_ends_at_last_block=prefix.cache.checkpoint_block_token_count,
             measured_chunk_token_count=measured,
             layer_count=self._runner.layer_count(),
         )
+        if self._memory_limit_bytes:
+            limits = limits.within(memory_model, free_bytes=self._memory_limit_bytes - model.resident_bytes)
         guard = MemoryGuard(
             memory_model,
             limit_bytes=self._memory_limit_bytes,
@@ -207,18 +207,6 @@ class Engine:
         )
         queue = WaitingQueue(self._settings.waiting)
         return SchedulingParts(queue=queue, scheduler=Scheduler(limits, queue), guard=guard)
-
-    def _pass_token_count(
-        self, limits: SchedulerLimits, memory_model: MemoryModel, *, resident_bytes: int
-    ) -> int:
-        """Return how many prompt tokens a pass may hold: a chunk's at least, and as many as memory is for."""
-        if not self._memory_limit_bytes:
-            return limits.most_pass_token_count
-        free_bytes = max(0, self._memory_limit_bytes - resident_bytes)
-        fitting = memory_model.pass_token_count(
-            budget_bytes=int(limits.policy.pass_memory_share * free_bytes)
-        )
-        return max(limits.prefill_chunk_token_count, min(limits.most_pass_token_count, fitting))
 
     def _note_step(self, elapsed_s: float) -> None:
         # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.

@@ -24,7 +24,7 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.identity.fingerprint import model_fingerprint
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.files import Files, SystemFiles

@@ -33,9 +33,10 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.files import SystemFiles

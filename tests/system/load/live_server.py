@@ -20,7 +20,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.engine import Engine, EngineSettings
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, StatsReply

@@ -7,7 +7,7 @@ import random
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.encryption.aes_gcm import Cipher
@@ -135,6 +135,8 @@ def make_setup(dice: random.Random) -> Setup:
         limits=dataclasses.replace(
             limits,
             prefill_grid_token_count=dice.choice((1, 2, BLOCK)),
+            # The houses with most slots have passes of several prompts' chunks.
+            pass_token_count=limits.prefill_chunk_token_count * (3 if limits.running_limit == 6 else 1),
             prefill_chunk_s=dice.choice((0.0, 0.0001)),
         ),
     )

@@ -23,7 +23,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.engine.prefix_cache.tiers import tenant_quota
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 

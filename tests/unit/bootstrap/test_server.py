@@ -21,6 +21,10 @@ def test_the_device_decides_how_passes_run(backend: Backend, monkeypatch: pytest
     defaults = server.CPU_DEFAULTS if on_cpu else server.GPU_DEFAULTS
     assert server.engine_limits(config, device).running_limit == defaults.decode_batch_limit
     assert server.weights_dtype(config.model, device) == ("float32" if on_cpu else "")
+    limits = server.engine_limits(config, device)
+    assert limits.most_pass_token_count == (512 if on_cpu else 8192)
+    assert limits.pads_attention is (backend is Backend.CUDA)
+    assert limits.prefill_grid_token_count == {Backend.CPU: 8, Backend.METAL: 16, Backend.CUDA: 64}[backend]
 
 
 @pytest.mark.parametrize("attention", [each.value for each in Attention])

@@ -13,7 +13,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 

@@ -15,9 +15,10 @@ from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox,
 from icehouse_server.engine.core.ports import Chunk, PassResult
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Overloaded, Reason
 

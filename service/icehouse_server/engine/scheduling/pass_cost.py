@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import operator
 import statistics
 from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
 
 from icehouse_server.engine.scheduling.policy import PassPolicy
 
@@ -132,9 +128,16 @@ class PassCost:
         return self.token_s + self.score_s * start + self.read_s
 
 
-_PRIOR = np.column_stack([np.eye(5), [0.5, 0.5, 0.0, 0.0, 0.0]])
-_LIVES = 4
-"""Half-lives after which a pass is dropped."""
+_PRIOR = (
+    (1.0, 0.0, 0.0, 0.0, 0.0, 0.5),
+    (0.0, 1.0, 0.0, 0.0, 0.0, 0.5),
+    (0.0, 0.0, 1.0, 0.0, 0.0, 0.0),
+    (0.0, 0.0, 0.0, 1.0, 0.0, 0.0),
+    (0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+)
+"""Shares of what is fixed, tokens, scores, draws and reads in the usual pass, as if they were measured."""
+_MOST_SPREAD = 1000.0
+"""A pass that took less than this part of the usual one's time counts as if it had taken so much."""
 _Kind = tuple[int, int, int]
 """Doublings of tokens, of positions and of draws."""
 
@@ -158,7 +161,6 @@ class PassCostLearner:
 
     def __init__(self, policy: PassPolicy) -> None:
         self._policy = policy
-        self._roots = _roots_of_fades(policy.half_life)
         self._kept: dict[_Kind, collections.deque[_Measured]] = {}
         self._doubted: dict[_Kind, _Measured] = {}
         """Passes that were the first of their kind and took far too long: a compilation, or others' work."""
@@ -207,7 +209,7 @@ class PassCostLearner:
         """Return what passes cost as far as is known; None before the first."""
         if self._is_stale:
             passes = self._undisturbed() if self._cost else self._living()
-            weights = [self._root_of_fade(measured) for measured in passes]
+            weights = [self._weight(measured) for measured in passes]
             self._cost, self._is_stale = _fit(passes, weights, self._policy.prior_weight), False
         return self._cost
 
@@ -241,7 +243,7 @@ class PassCostLearner:
         made = collections.deque[_Measured](maxlen=self._policy.kept_count)
         self._kept.setdefault(_kind_of(measured.size), made).append(measured)
         self._is_stale = True
-        oldest = self._noted_count - _LIVES * self._policy.half_life
+        oldest = self._noted_count - self._policy.life
         for stale in [kind for kind, found in self._kept.items() if found[-1].number <= oldest]:
             del self._kept[stale]
 
@@ -256,10 +258,10 @@ class PassCostLearner:
             for measured in sorted(found, key=self._ratio)[: (len(found) + 1) // 2]
         ]
 
-    def _root_of_fade(self, measured: _Measured) -> float:
-        """Return the square root of what a pass counts by its age."""
-        halvings, rest = divmod(self._noted_count - measured.number, len(self._roots))
-        return math.ldexp(self._roots[rest], -halvings)
+    def _weight(self, measured: _Measured) -> float:
+        """Return what a pass counts by its age, as the square root that least squares take."""
+        age = self._noted_count - measured.number
+        return math.sqrt(max(0.0, 1.0 - age / self._policy.life))
 
     def _is_far_off(self, measured: _Measured) -> bool:
         factor = self._policy.surprise_factor
@@ -296,89 +298,46 @@ def _kind_of(size: PassSize) -> _Kind:
     return size.token_count.bit_length(), size.score_count.bit_length(), size.draw_count.bit_length()
 
 
-def _fit(passes: list[_Measured], root_weights: list[float], prior_weight: float) -> PassCost:
+def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> PassCost:
     """Return the non-negative cost whose relative errors over the passes are least.
 
-    It comes to the same bits on every processor: sums in a fixed order, products, quotients and square roots
-    alone, which IEEE 754 rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it
-    may hang who gets a token more, and what happened on one machine could not be played again on another.
+    It comes to the same bits on every processor: exact sums, products and quotients alone, which IEEE 754
+    rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it may hang who gets a
+    token more, and what happened on one machine could not be played again on another.
     """
-    measured = np.array([(1, *_counts_of(p.size), p.elapsed_s) for p in passes], dtype=float)
-    sizes, seconds = measured[:, :-1], measured[:, -1]
-    weights = np.array(root_weights)
+    sizes = [(1, *_counts_of(measured.size)) for measured in passes]
+    usual_s = statistics.median(measured.elapsed_s for measured in passes)
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
-    ranked = np.sort(measured, axis=0)
-    usual = 0.5 * (ranked[(len(passes) - 1) // 2] + ranked[len(passes) // 2])
-    units = usual[-1] / np.maximum(1.0, usual[:-1])
-    columns = np.empty((len(passes) + len(units), len(units) + 1))
-    columns[: len(passes), :-1] = sizes * units * (weights / seconds)[:, None]
-    columns[: len(passes), -1] = weights
-    columns[len(passes) :] = prior_weight * _PRIOR
-    rows = _triangle(columns)
-    shares = [0.0] * len(units)
-    free = list(range(len(units)))
+    units = [usual_s / max(1.0, statistics.median(column)) for column in zip(*sizes, strict=True)]
+    rows = [[prior_weight * number for number in row] for row in _PRIOR]
+    for size, measured, weight in zip(sizes, passes, weights, strict=True):
+        seconds = max(measured.elapsed_s, usual_s / _MOST_SPREAD)
+        shares = [weight * count * unit / seconds for count, unit in zip(size, units, strict=True)]
+        rows.append([*shares, weight])
+    columns = list(zip(*rows, strict=True))
+    products = [[math.fsum(map(operator.mul, one, other)) for other in columns] for one in columns]
+    free, shares = list(range(len(units))), [0.0] * len(units)
     while free:
-        found = _solution(rows)
+        found = _solution([[products[row][column] for column in (*free, -1)] for row in free])
         if min(found) >= 0.0:
             for place, share in zip(free, found, strict=True):
                 shares[place] = share
             break
-        least = found.index(min(found))
-        free.pop(least)
-        rows = _without(rows, least)
-    return PassCost(*(share * float(unit) for share, unit in zip(shares, units, strict=True)))
+        free.pop(found.index(min(found)))
+    return PassCost(*(share * unit for share, unit in zip(shares, units, strict=True)))
 
 
 def _counts_of(size: PassSize) -> tuple[int, int, int, int]:
     return size.token_count, size.score_count, size.draw_count, size.read_count
 
 
-def _roots_of_fades(half_life: int) -> tuple[float, ...]:
-    """Return the square roots of what passes of each age count, up to the age where a root is a half."""
-    fade = 0.5
-    for _ in range(half_life.bit_length()):
-        fade = math.sqrt(fade)
-    return tuple(itertools.accumulate(itertools.repeat(fade, 2 * half_life - 1), operator.mul, initial=1.0))
-
-
-_Rows = list[list[float]]
-"""An upper triangle, and a column more of what is wanted."""
-
-
-def _triangle(columns: npt.NDArray[np.float64]) -> _Rows:
-    """Return R of the columns' QR decomposition, less the row of the last one, which is what is wanted.
-
-    By the modified Gram-Schmidt process, which so solves least squares as stably as Householder's
-    reflections do (Björck, 1967). Normal equations of times that lie many orders apart cannot be solved.
-    """
-    count = columns.shape[1] - 1
-    triangle = np.zeros((count, count + 1))
-    for place in range(count):
-        first = columns[:, :1]
-        # Row by row: in which order `sum` adds is numpy's to choose.
-        products = np.add.accumulate(first * columns)[-1]
-        length = math.sqrt(products[0])
-        triangle[place, place:] = products / length
-        columns = columns[:, 1:] - first * (triangle[place, place + 1 :] / length)
-    rows: _Rows = triangle.tolist()
-    return rows
-
-
-def _without(rows: _Rows, column: int) -> _Rows:
-    """Return the triangle of all columns but one, by Givens rotations."""
-    rows = [row[:column] + row[column + 1 :] for row in rows]
-    for place in range(column, len(rows) - 1):
-        upper, lower = rows[place : place + 2]
-        length = math.sqrt(upper[place] * upper[place] + lower[place] * lower[place])
-        cosine, sine = upper[place] / length, lower[place] / length
-        rows[place] = [cosine * high + sine * low for high, low in zip(upper, lower, strict=True)]
-        rows[place + 1] = [cosine * low - sine * high for high, low in zip(upper, lower, strict=True)]
-    return rows[:-1]
-
-
-def _solution(rows: _Rows) -> list[float]:
-    """Return what the columns are to be multiplied by to give the last one."""
+def _solution(rows: list[list[float]]) -> list[float]:
+    """Return what solves a positive definite system, whose last column is what is wanted."""
     count = len(rows)
+    for place, upper in enumerate(rows):
+        for lower in range(place + 1, count):
+            factor = rows[lower][place] / upper[place]
+            rows[lower] = [low - factor * high for low, high in zip(rows[lower], upper, strict=True)]
     found = [0.0] * count
     for place in reversed(range(count)):
         left = rows[place][count]

@@ -10,46 +10,20 @@ needs to run at nearly its best rate.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 import statistics
 
-from icehouse_server.engine.attention.padding import LONG_BORDER, SHORT_BORDER, padding_of
+from icehouse_server.engine.attention.padding import LONG_BORDER, SHORT_BORDER
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassCostLearner, PassSize
-from icehouse_server.engine.scheduling.policy import PassPolicy
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassLimits:
-    """What the settings and the device say. `slice_s` 0 follows the decoding rows; `chunk_s` 0 bounds no pass
-    alone."""
-
-    slice_s: float
-    chunk_s: float
-    token_count: int
-    """Most prompt tokens of a pass."""
-    grid_token_count: int
-    """Where time cuts a chunk its length is a multiple of this, if there is room for so many."""
-    is_padded: bool = False
-    """Whether attention pads chunks that are longer than the grid, so that its shapes are few."""
-    whole_token_count: int = 0
-    """Prompts of fewer tokens go through all layers at once, however few of them a pass has room for."""
-
-    def size_of_chunk(self, start: int, token_count: int, *, draw_count: int = 0) -> PassSize:
-        """Return the size of a chunk of one sequence on top of `start` tokens, padding included."""
-        size = PassSize.of_chunk(start, token_count, draw_count=draw_count)
-        if not self.is_padded or token_count <= self.grid_token_count:
-            return size
-        padded = padding_of(start, token_count)
-        return dataclasses.replace(size, score_count=padded.query_count * padded.key_count)
 
 
 class PassPlanner:
     """Learns what passes cost. `crowd` is how many wait for their first token, for each row that decodes."""
 
-    def __init__(self, limits: PassLimits, policy: PassPolicy) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._policy = policy
+        policy = self._policy = limits.policy
         self._costs = PassCostLearner(policy)
         self._restore_debt_s = 0.0
         self._slowness = 1.0
@@ -89,10 +63,6 @@ class PassPlanner:
         """Tell whether so many that wait for their first token, for each row that decodes, are a crowd."""
         return waiting_for_each_row > self._policy.crowd_per_row
 
-    def size_of_chunk(self, start: int, token_count: int, *, draw_count: int) -> PassSize:
-        """Return the size of a chunk of one sequence on top of `start` tokens."""
-        return self._limits.size_of_chunk(start, token_count, draw_count=draw_count)
-
     def seconds(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take; 0 before any was measured."""
         cost = self._costs.cost()
@@ -117,7 +87,7 @@ class PassPlanner:
         """Return the room of a pass over these rows, in a step that spent some time on restores."""
         policy, limits = self._policy, self._limits
         if not rows.token_count:
-            return RoomAlone(self._costs, limits, policy, is_crowded=crowd > 0.0)
+            return RoomAlone(self._costs, limits, is_crowded=crowd > 0.0)
         rows_s, allowed_s = self.seconds(rows), self._allowed_s(rows, crowd)
         extra_s = policy.used_share * allowed_s
         most_s, layers_s = rows_s + allowed_s - spent_s, extra_s if spent_s <= 0.0 else 0.0
@@ -131,7 +101,6 @@ class PassPlanner:
         return RoomBeside(
             self._costs,
             limits,
-            policy,
             rows=rows,
             limit_s=rows_s + extra_s - spent_s,
             most_s=most_s,
@@ -149,8 +118,8 @@ class PassPlanner:
         """Return the time beyond that of the rows alone which a pass may take."""
         policy, rows_s = self._policy, self._known_rows_s(rows)
         factor = policy.crowd_factor if self.is_crowd(crowd) else policy.beside_factor
-        if self._limits.slice_s or self.is_crowd(crowd):
-            return (factor - 1.0) * (self._limits.slice_s or rows_s)
+        if self._limits.prefill_slice_s or self.is_crowd(crowd):
+            return (factor - 1.0) * (self._limits.prefill_slice_s or rows_s)
         # Who reads a reply compares with the pace before the prompt came, and rows grow beside a long one.
         taken = [elapsed_s for size, elapsed_s in self._alone_passes if size.draw_count == rows.draw_count]
         pace_s = min(rows_s, statistics.median(taken)) if taken else rows_s
@@ -163,10 +132,8 @@ class PassRoom:
     within_s = math.inf
     """How long the pass may last for another layer of a chunk to begin."""
 
-    def __init__(
-        self, costs: PassCostLearner, limits: PassLimits, policy: PassPolicy, *, rows: PassSize
-    ) -> None:
-        self._costs, self._limits, self._policy = costs, limits, policy
+    def __init__(self, costs: PassCostLearner, limits: SchedulerLimits, *, rows: PassSize) -> None:
+        self._costs, self._limits, self._policy = costs, limits, limits.policy
         self._rows = self._size = rows
         self._has_begun = False
         """Whether anything but the rows is in it."""
@@ -176,10 +143,10 @@ class PassRoom:
         where its chunk stops, which is `start` when nothing is left."""
         left, count = self._tokens_left(start), end - start
         if share < 1.0:
-            part, grid = math.ceil(share * left), self._limits.grid_token_count
+            part, grid = math.ceil(share * left), self._limits.prefill_grid_token_count
             left = min(left, math.ceil(part / grid) * grid if part >= grid else part)
         if count > left or not self._fits(count, start):
-            cut = self._cut_padded if self._limits.is_padded else self._cut
+            cut = self._cut_padded if self._limits.pads_attention else self._cut
             count = min(count, cut(count, left, start, is_first=not self._has_begun and share == 1.0))
         if count > 0:
             self._has_begun = True
@@ -203,24 +170,28 @@ class PassRoom:
 
     def _cut(self, count: int, left: float, start: int, *, is_first: bool) -> int:
         """Return the tokens of a chunk from `start` that takes what is left of a longer prompt."""
-        grid, tokens = self._limits.grid_token_count, int(left)
-        if tokens >= grid or not is_first:
-            return tokens // grid * grid if tokens >= grid else tokens
+        grid, tokens = self._limits.prefill_grid_token_count, int(left)
+        if tokens >= grid:
+            return tokens // grid * grid
+        if not is_first:
+            return tokens
         # A pass always brings the first prompt on, by the grid's tokens where they keep the promise at all.
         return grid if self._keeps_promise(grid, start) else max(tokens, 1)
 
     def _cut_padded(self, count: int, left: float, start: int, *, is_first: bool) -> int:
         """Return the same where attention pads the chunk: of the ends on its borders, and on the grid before
         the first one, the one with the best rate, since padding may make the longest chunk a dear one."""
-        grid, behind = self._limits.grid_token_count, start % SHORT_BORDER
+        grid, behind = self._limits.prefill_grid_token_count, start % SHORT_BORDER
         ends = [*range(grid, SHORT_BORDER, grid), *range(SHORT_BORDER, 2 * LONG_BORDER + 1, SHORT_BORDER)]
-        usual = [end - behind for end in ends if 0 < end - behind <= count] or [count]
+        usual: list[int] = [end - behind for end in ends if 0 < end - behind <= count] or [count]
         fitting = [n for n in usual if n <= left and self._fits(n, start)]
         if not fitting:
             return usual[0] if is_first else 0
         cost = self._costs.cost()
-        best: int = max(fitting, key=lambda n: n / cost.seconds(self._with(n, start)) if cost else n)
-        return best
+        if cost is None:
+            return fitting[-1]
+        rates = {n: n / cost.seconds(self._with(n, start)) for n in fitting}
+        return max(fitting, key=rates.__getitem__)
 
     def _with(self, count: int, start: int) -> PassSize:
         """Return the size of the pass with one chunk more."""
@@ -229,7 +200,7 @@ class PassRoom:
     def _fits(self, count: int, start: int) -> bool:
         """Whether one chunk more keeps the time with all its padding; elsewhere that is known already."""
         cost = self._costs.cost()
-        if cost is None or not self._limits.is_padded:
+        if cost is None or not self._limits.pads_attention:
             return True
         return cost.seconds(self._with(count, start)) <= self._limit_s(start)
 
@@ -239,7 +210,7 @@ class PassRoom:
 
     def _tokens_left(self, start: int) -> float:
         taken = self._size.token_count - self._rows.token_count
-        most = float(self._limits.token_count - taken)
+        most = float(self._limits.most_pass_token_count - taken)
         cost = self._costs.cost()
         if cost is None:
             return max(0.0, min(most, self._policy.first_token_count - taken))
@@ -258,11 +229,9 @@ class PassRoom:
 class RoomAlone(PassRoom):
     """Room of a pass while nothing decodes."""
 
-    def __init__(
-        self, costs: PassCostLearner, limits: PassLimits, policy: PassPolicy, *, is_crowded: bool
-    ) -> None:
-        super().__init__(costs, limits, policy, rows=NOTHING)
-        self._soon_s = policy.soon_for_crowd_s if is_crowded else policy.soon_s
+    def __init__(self, costs: PassCostLearner, limits: SchedulerLimits, *, is_crowded: bool) -> None:
+        super().__init__(costs, limits, rows=NOTHING)
+        self._soon_s = self._policy.soon_for_crowd_s if is_crowded else self._policy.soon_s
         self._most_s: float | None = None
         """The limit, from the first chunk on."""
         self._doubled_s = math.inf
@@ -279,12 +248,12 @@ class RoomAlone(PassRoom):
 
     def _chosen_limit_s(self, start: int) -> float:
         """Return how long a pass takes that begins with a chunk from `start`."""
-        cost, policy, chunk_s = self._costs.cost(), self._policy, self._limits.chunk_s
+        cost, policy, chunk_s = self._costs.cost(), self._policy, self._limits.prefill_chunk_s
         assert cost is not None, "asked before any pass was measured"
         if not chunk_s:
             return math.inf
         limit_s = max(chunk_s, policy.least_limit * cost.base_s(start))
-        most = max(1.0, min(float(self._limits.token_count), cost.tokens_within(limit_s, start)))
+        most = max(1.0, min(float(self._limits.most_pass_token_count), cost.tokens_within(limit_s, start)))
         best = cost.tokens_at_rate(policy.alone_rate_share, start, limit=most)
         best_s = cost.seconds(PassSize.of_chunk(start, math.ceil(min(best, most))))
         limit_s = min(limit_s, max(best_s, min(self._soon_s, chunk_s)))
@@ -298,10 +267,8 @@ class RoomAlone(PassRoom):
         if not is_first:
             return super()._cut(count, left, start, is_first=False)
         # Pieces are of that length or longer, all alike: a short last one would pay the fixed part again.
-        length, grid = max(1.0, left), self._limits.grid_token_count
+        length, grid = max(1.0, left), self._limits.prefill_grid_token_count
         piece_count = max(1, int(count / length + self._policy.piece_rounding))
-        if count / piece_count > self._policy.piece_excess * length:
-            piece_count += 1
         return math.ceil(count / piece_count / grid) * grid
 
 
@@ -311,8 +278,7 @@ class RoomBeside(PassRoom):
     def __init__(
         self,
         costs: PassCostLearner,
-        limits: PassLimits,
-        policy: PassPolicy,
+        limits: SchedulerLimits,
         *,
         rows: PassSize,
         limit_s: float,
@@ -322,7 +288,7 @@ class RoomBeside(PassRoom):
     ) -> None:
         """`most_s`: how long the pass may take where less would hardly bring a prompt on. `layers_s`: time
         for layers of a chunk that begins now; 0 where none is to begin."""
-        super().__init__(costs, limits, policy, rows=rows)
+        super().__init__(costs, limits, rows=rows)
         self._planned_s, self._promised_s = limit_s, most_s
         self._layers_s, self.within_s = layers_s, within_s
 
@@ -337,7 +303,7 @@ class RoomBeside(PassRoom):
             return start
         # All of one length, a little longer rather than a short one behind them.
         piece_count = max(1, math.ceil(count / length - policy.piece_rounding))
-        grid = self._limits.grid_token_count
+        grid = self._limits.prefill_grid_token_count
         return start + min(count, math.ceil(count / piece_count / grid) * grid)
 
     def reserve(self, share: float) -> None:

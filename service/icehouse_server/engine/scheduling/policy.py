@@ -45,8 +45,6 @@ class PassPolicy:
     """A limit on a pass alone is at least so many times its fixed part: less would be mostly that."""
     piece_rounding: float = 0.25
     """What is left behind the last whole piece makes one more from three quarters of a piece on."""
-    piece_excess: float = 4.0 / 3.0
-    """Most times the limit that a chunk may take so that all are of one length."""
 
     # Layers in slices, where time ends them.
     layers_at_once: float = 2.0
@@ -70,8 +68,8 @@ class PassPolicy:
     """Passes of rows that tell what they take now."""
     kept_count: int = 6
     """Passes kept of each doubling of tokens and of positions."""
-    half_life: int = 128
-    """In passes, a power of two: after so many a pass counts half, after four times as many it is dropped."""
+    life: int = 512
+    """In passes: the older one is the less it counts, and so old it is dropped."""
     surprise_factor: float = 2.0
     """A pass that took so many times what was expected, or so small a part of it, is no lesson by itself."""
     surprise_count: int = 12
@@ -94,5 +92,6 @@ class PassPolicy:
 
 
 POLICY = PassPolicy()
-GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9)
-"""A GPU's passes take what is expected of them, and it computes them while the host publishes."""
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_factor=8.0)
+"""A GPU's passes take what is expected of them, and it computes them while the host publishes. A pass of rows
+takes so little there that eight of them are still 50 to 80 ms."""

@@ -18,51 +18,11 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.layered_prefill import LayeredPrefill
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.planner import PassLimits, PassPlanner, PassRoom
-from icehouse_server.engine.scheduling.policy import POLICY, PassPolicy
+from icehouse_server.engine.scheduling.planner import PassPlanner, PassRoom
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds on what runs at once, and for how long.
-
-    A chunk has at most `prefill_chunk_token_count` prompt tokens, and chunks end at multiples of it, counted
-    from the sequence's start; where time cuts them shorter their lengths are multiples of
-    `prefill_grid_token_count`, which divides it, or less than that.
-    `prefill_slice_s` 0 follows the decoding rows; `prefill_chunk_s` 0 leaves passes whole while nothing
-    decodes.
-    """
-
-    running_limit: int
-    prefilling_limit: int
-    prefill_chunk_token_count: int
-    prefill_grid_token_count: int = 1
-    pass_token_count: int = 0
-    """Most prompt tokens of a pass, of several sequences; 0 is one chunk's."""
-    pads_attention: bool = False
-    """Whether attention pads chunks: those that time cuts end on the grid and have one of a few lengths."""
-    prefill_slice_s: float = 0.0
-    prefill_chunk_s: float = 0.0
-    chunk_ends_at_last_block: int = 0
-    """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
-    cuts_before_last_token: bool = False
-    """Whether a chunk must end before the prompt's last token, since what is kept is cut there and only as it
-    passes."""
-    measured_chunk_token_count: int = 0
-    """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
-    layer_count: int = 0
-    """Layers of the model that a chunk may go through in turns of passes; 0 where it must go through all."""
-    whole_token_count: int = 128
-    """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
-    policy: PassPolicy = POLICY
-
-    @property
-    def most_pass_token_count(self) -> int:
-        """Prompt tokens of a pass at most."""
-        return self.pass_token_count or self.prefill_chunk_token_count
 
 
 class Scheduler:
@@ -76,17 +36,7 @@ class Scheduler:
         self._restoring: dict[SequenceId, Sequence] = {}
         self._prefilling: dict[SequenceId, Sequence] = {}
         self._decoding: dict[SequenceId, Sequence] = {}
-        self._planner = PassPlanner(
-            PassLimits(
-                slice_s=limits.prefill_slice_s,
-                chunk_s=limits.prefill_chunk_s,
-                token_count=limits.most_pass_token_count,
-                grid_token_count=limits.prefill_grid_token_count,
-                is_padded=limits.pads_attention,
-                whole_token_count=limits.whole_token_count,
-            ),
-            limits.policy,
-        )
+        self._planner = PassPlanner(limits)
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
 
     @property
@@ -376,7 +326,7 @@ class Scheduler:
         start = sequence.processed_token_count
         draws = stop == sequence.input_end > sequence.prefill_target
         draw_count = stop - start if sequence.measures_prompt else int(draws)
-        size = self._planner.size_of_chunk(start, stop - start, draw_count=draw_count)
+        size = self.limits.size_of_chunk(start, stop - start, draw_count=draw_count)
         return PrefillChunk(sequence, start, stop, size, layers)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:

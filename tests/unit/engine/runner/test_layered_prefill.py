@@ -48,14 +48,11 @@ def through(runner: ModelRunner, tokens: tuple[int, ...], cuts: tuple[int, ...])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("is_pipelined", [True, False])
 @pytest.mark.parametrize("kv_bits", [0, 8])
-def test_tokens_are_those_of_whole_chunks(
-    tmp_path: Path, architecture: str, is_pipelined: bool, kv_bits: int
-) -> None:
+def test_tokens_are_those_of_whole_chunks(tmp_path: Path, architecture: str, kv_bits: int) -> None:
     shape = {} if architecture == "qwen3_next" else {"head_dim": 32}
     folder = tiny_model_dir(tmp_path, architecture, **shape)
-    runner = runner_of(folder, is_pipelined=is_pipelined, kv_bits=kv_bits)
+    runner = runner_of(folder, is_pipelined=False, kv_bits=kv_bits)
     count = runner.layer_count()
     assert count >= 2
     opened(runner, PROMPT, TOKENS, done=20)
@@ -76,9 +73,8 @@ def test_tokens_are_those_of_whole_chunks(
     assert joined(runner, PROMPT, TOKENS, 59) == wanted
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_blocks_that_are_cut_on_the_way_are_those_of_before(tmp_path: Path, is_pipelined: bool) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=is_pipelined)
+def test_blocks_that_are_cut_on_the_way_are_those_of_before(tmp_path: Path) -> None:
+    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=False)
     opened(runner, PROMPT, TOKENS, done=32)
 
     def cut() -> list[bytes]:

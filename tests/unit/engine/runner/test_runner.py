@@ -19,7 +19,7 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import PassFacts
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
 from mlx_lm.models.cache import make_prompt_cache

@@ -6,9 +6,9 @@ import dataclasses
 import random
 
 import pytest
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY
-from icehouse_server.engine.scheduling.scheduler import SchedulerLimits
 
 from tests.unit.engine.scheduling.devices import CPU, GPU, H200, Costs, Quirks, Served
 
@@ -69,13 +69,13 @@ def best_s(costs: Costs, *prompt_token_counts: int, pass_token_count: int) -> fl
 def test_eight_prompts_of_2_000_tokens_take_few_passes_from_the_first_burst_on(quirks: Quirks) -> None:
     served = gpu(quirks)
     first = served.serve(*[2000] * 8)
-    assert len(first) <= (12 if quirks.shape_s else 9), "2 are possible, and sizes are to be learned first"
+    assert len(first) <= (12 if quirks.shape_s else 8), "2 are possible, and sizes are to be learned first"
     steps = served.serve(*[2000] * 8)
-    assert len(steps) <= 9
+    assert len(steps) <= 6
     if not quirks.shape_s:
         best = best_s(GPU, *[2000] * 8, pass_token_count=PASS_TOKEN_COUNT)
         assert served.seconds_of(first) <= 1.4 * best
-        assert served.seconds_of(steps) <= 1.35 * best
+        assert served.seconds_of(steps) <= 1.15 * best
 
 
 @gpus
@@ -107,7 +107,7 @@ def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
         served.end(prompt)
         served.run(10)
     assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
-    assert sum(gaps) <= (1.1 if quirks.late_s else 1.0) * most_times * alone_s
+    assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
 
 
 @pytest.mark.parametrize(("token_count", "pass_s"), [(256, 0.012), (2048, 0.014)])

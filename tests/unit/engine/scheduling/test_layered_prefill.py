@@ -10,9 +10,10 @@ import pytest
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Pooling, Speculation
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 
 from tests.unit.engine.scheduling.test_scheduler import WIDE, WatchedScheduler, beside_decoding_ones, sequence
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.planner import PassLimits, PassPlanner
-from icehouse_server.engine.scheduling.policy import POLICY
+from icehouse_server.engine.scheduling.planner import PassPlanner
 
 ROWS = PassSize.of_rows([40] * 8)
 
 
 def learned(*, grid_token_count: int = 1) -> PassPlanner:
-    limits = PassLimits(slice_s=0.0, chunk_s=0.5, token_count=1024, grid_token_count=grid_token_count)
-    planner = PassPlanner(limits, POLICY)
+    limits = SchedulerLimits(
+        running_limit=9,
+        prefilling_limit=9,
+        prefill_chunk_token_count=1024,
+        prefill_grid_token_count=grid_token_count,
+        prefill_chunk_s=0.5,
+    )
+    planner = PassPlanner(limits)
     for _ in range(8):
         note(planner, 0)
         for count in (64, 16, 32):

@@ -12,9 +12,10 @@ import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
 from icehouse_server.domain.request import ImageInput, ImageSpan
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.text.detokenizer import TextStream
 
