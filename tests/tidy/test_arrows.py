@@ -39,7 +39,10 @@ ROOMS = (
     "engine.core",
     "engine.prefix_cache.tiers",
     "engine.prefix_cache",
+    "engine.attention",
+    "engine.attention.gpu",
     "engine.kv_cache",
+    "engine.kv",
     "engine.sampling",
     "engine.runner.forward.cpu",
     "engine.runner.forward",
@@ -76,8 +79,16 @@ ENGINE_FACES = {"engine", "engine.core"}
 
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
-    "mlx": ("device", "engine.kv_cache.", "engine.runner.", "engine.sampling."),
+    "mlx": (
+        "device",
+        "engine.attention.",
+        "engine.kv.",
+        "engine.kv_cache.",
+        "engine.runner.",
+        "engine.sampling.",
+    ),
     "mlx_lm": (
+        "engine.kv.paged_cache",
         "engine.kv_cache.cache_classes",
         "engine.kv_cache.caches",
         "engine.runner.forward.",

@@ -24,6 +24,7 @@ from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
@@ -34,7 +35,6 @@ from icehouse_server.engine.runner.model_loader import (
     sees_images,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits

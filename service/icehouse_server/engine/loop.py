@@ -17,7 +17,16 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
-from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.mailbox import (
+    Cancel,
+    Command,
+    Drain,
+    Mailbox,
+    Message,
+    QueryStats,
+    Submit,
+    rest_of_burst,
+)
 from icehouse_server.engine.core.ports import Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
@@ -36,13 +45,6 @@ _IDLE_WAIT_S = 0.5
 _IDLE_BEFORE_WARM_UP_S = 10.0
 """An engine that has been idle for so long may compile what nobody has needed yet: each step of that takes
 seconds on a GPU, and whoever comes meanwhile waits."""
-_FIRST_GAP_S = 0.002
-_BURST_GAP_S = 0.003
-_BURST_S = 0.02
-"""An idle engine waits for so long behind a request for a second one, behind that one for each of the next,
-and behind all of a burst together. The event loop takes about 0.5 ms for each call: begun at once, the first
-pass would be one prompt's alone, and the others would wait for it. With 1 ms and 10 ms in all five of 64
-bursts of 16 calls were cut apart, and their last first token came half again as late (2-core x86)."""
 _COMMAND_S = 0.005
 """A step carries commands out until they have taken this long, and one at least."""
 _COMMAND_LIMIT = 256
@@ -203,24 +205,12 @@ class EngineLoop:
 
     def _take_in(self, timeout_s: float) -> None:
         messages = self._mailbox.take_all(timeout_s=timeout_s)
+        if self._is_idle and any(isinstance(message, Submit) for message in messages):
+            messages += rest_of_burst(self._mailbox, self._clock)
         for message in messages:
             self._receive(message)
-        if self._is_idle and any(isinstance(message, Submit) for message in messages):
-            self._take_rest_of_burst()
         if not self._has_pass_to_run:
             self._output.publish()
-
-    def _take_rest_of_burst(self) -> None:
-        """Take in what comes right behind the first work for an idle engine, so that one pass has it all."""
-        end_time = self._clock.monotonic() + _BURST_S
-        gap_s = _FIRST_GAP_S
-        while (left_s := end_time - self._clock.monotonic()) > 0:
-            more = self._mailbox.take_all(timeout_s=min(gap_s, left_s))
-            if not more:
-                break
-            for message in more:
-                self._receive(message)
-            gap_s = _BURST_GAP_S
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Submit) and self.is_draining:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
@@ -24,6 +25,14 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.messages import Outcome
 
 Item = TypeVar("Item")
+
+_FIRST_GAP_S = 0.002
+_BURST_GAP_S = 0.003
+_BURST_S = 0.02
+"""An idle engine waits for so long behind a request for a second one, behind that one for each of the next,
+and behind all of a burst together. The event loop takes about 0.5 ms for each call: begun at once, the first
+pass would be one prompt's alone, and the others would wait for it. With 1 ms and 10 ms in all five of 64
+bursts of 16 calls were cut apart, and their last first token came half again as late (2-core x86)."""
 
 
 class Mailbox(Generic[Item]):
@@ -77,6 +86,20 @@ class Mailbox(Generic[Item]):
         self._messages.clear()
         self._work_count = 0
         return messages
+
+
+def rest_of_burst(mailbox: Mailbox[Item], clock: Clock) -> list[Item]:
+    """Return what comes right behind the first work for an idle engine, so that one pass has it all."""
+    found: list[Item] = []
+    end_time = clock.monotonic() + _BURST_S
+    gap_s = _FIRST_GAP_S
+    while (left_s := end_time - clock.monotonic()) > 0:
+        more = mailbox.take_all(timeout_s=min(gap_s, left_s))
+        if not more:
+            break
+        found += more
+        gap_s = _BURST_GAP_S
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ finds the pages by itself; who asks for keys and values here has them copied out
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -15,12 +15,21 @@ from mlx_lm.models.cache import create_attention_mask
 from icehouse_server.engine.attention.gather import gathered
 from icehouse_server.engine.kv.places import places_of_one
 from icehouse_server.engine.kv.table import PageRun, PageTable
-from icehouse_server.engine.kv_cache.held import Held
+from icehouse_server.engine.kv_cache.cache_classes import (
+    Arrays,
+    Cache,
+    CacheClass,
+    PlainKv,
+    RotatingKv,
+    Undo,
+)
+from icehouse_server.engine.kv_cache.held import Held, HeldSegments
 
 
 class PagedCache:
     """Does what is asked of a plain cache outside of a pass."""
 
+    cache_class: ClassVar[CacheClass]
     __slots__ = ("layer", "run", "table")
 
     def __init__(self, table: PageTable, run: PageRun, layer: int) -> None:
@@ -96,3 +105,58 @@ class PagedWindowCache(PagedCache):
         group.attention.write(
             group.pool, keys.swapaxes(0, 2), values.swapaxes(0, 2), places, layer=self.layer
         )
+
+
+class PagedKv(PlainKv):
+    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts
+    its tokens, for all layers."""
+
+    __slots__ = ()
+
+    def held(self, cache: Cache) -> Held | HeldSegments:
+        return cast(Held, cache.held())
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        raise AssertionError("Pages are put into a table, not rebuilt")
+
+    def make_room(self, cache: Cache, token_count: int) -> None:
+        """The row's table has it made."""
+
+    def room_token_count(self, cache: Cache) -> int | None:
+        return None
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        """The row's table counts fewer tokens."""
+
+    def mark(self, cache: Cache) -> Undo:
+        return lambda: None
+
+
+class PagedWindowKv(RotatingKv):
+    """PagedWindowCache: the same with keys and values in the page pool, and a page more of them."""
+
+    __slots__ = ()
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        return None
+
+    def held(self, cache: Cache) -> Held:
+        return cast(Held, cache.held())
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        empty.put(arrays["k"], arrays["v"], token_count=token_count)
+        return empty
+
+    def rewind(self, cache: Cache, count: int) -> None:
+        """The row's table counts fewer tokens."""
+
+    def mark(self, cache: Cache) -> Undo:
+        return lambda: None
+
+    @property
+    def is_cut_before_guesses(self) -> bool:
+        return True
+
+
+PagedCache.cache_class = PagedKv(PagedCache)
+PagedWindowCache.cache_class = PagedWindowKv(PagedWindowCache)

@@ -12,24 +12,17 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 import mlx.core as mx
 import numpy as np
 
 from icehouse_server.engine.attention.port import Ints, PoolShape
+from icehouse_server.engine.core.pass_clock import PassClock
 
 _log = logging.getLogger("icehouse.engine")
 
 _LEAST_PAGES: Final = 16
-
-
-class Passes(Protocol):
-    """Counts the passes that were dispatched, and those that have ended."""
-
-    dispatched: int
-    ended: int
-    """All passes up to this one."""
 
 
 class Page:
@@ -53,7 +46,7 @@ class PagePool:
         self,
         shape: PoolShape,
         *,
-        passes: Passes,
+        passes: PassClock,
         first_bytes: int = 0,
         limit_bytes: int = 0,
     ) -> None:

@@ -2,9 +2,8 @@
 
 An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
 is kept in, where its tokens lie, how it is put back, quantized, and how guessed tokens are taken back.
-A class without an entry is kept whole by its state, if that can be proved to be enough (`opaque_state`); a
-subclass counts as such a class, because it may store differently. A new class is an entry in
-`CACHE_CLASSES` and a row in its test. CacheList is no entry: it only holds other caches.
+A class without one is kept whole by its state, if that proves to be enough (`opaque_state`), and so is a
+subclass: it may store differently. A new class is an entry and a row in its test. A CacheList is none.
 
 Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
 """
@@ -27,7 +26,6 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv.paged_cache import PagedCache, PagedWindowCache
 from icehouse_server.engine.kv_cache import opaque_state
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.held import Held, HeldSegments, keys_and_values, none_held
@@ -171,7 +169,8 @@ class PlainKv(CacheClass):
         cache.step = max(1, token_count - cache.offset)
 
     def room_token_count(self, cache: Cache) -> int | None:
-        return 0 if cache.keys is None else int(_first_array(cache.keys).shape[TOKEN_AXIS])
+        keys = cache.keys[0] if isinstance(cache.keys, tuple) else cache.keys
+        return 0 if keys is None else int(keys.shape[TOKEN_AXIS])
 
     def can_rewind(self, cache: Cache) -> bool:
         return True
@@ -197,31 +196,6 @@ class BorrowingKv(PlainKv):
 
     def room_token_count(self, cache: Cache) -> int | None:
         return int(cache.room_token_count)
-
-
-class PagedKv(PlainKv):
-    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts
-    its tokens, for all layers."""
-
-    __slots__ = ()
-
-    def held(self, cache: Cache) -> Held | HeldSegments:
-        return cast(Held, cache.held())
-
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        raise AssertionError("Pages are put into a table, not rebuilt")
-
-    def make_room(self, cache: Cache, token_count: int) -> None:
-        """The row's table has it made."""
-
-    def room_token_count(self, cache: Cache) -> int | None:
-        return None
-
-    def rewind(self, cache: Cache, count: int) -> None:
-        """The row's table counts fewer tokens."""
-
-    def mark(self, cache: Cache) -> Undo:
-        return lambda: None
 
 
 class QuantizedKv(PlainKv):
@@ -342,32 +316,6 @@ class RotatingKv(CacheClass):
         return _undo_of(cache, "offset", "_idx")
 
 
-class PagedWindowKv(RotatingKv):
-    """PagedWindowCache: the same with keys and values in the page pool, and a page more of them."""
-
-    __slots__ = ()
-
-    def of_other(self, cache: Cache) -> Cache | None:
-        return None
-
-    def held(self, cache: Cache) -> Held:
-        return cast(Held, cache.held())
-
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        empty.put(arrays["k"], arrays["v"], token_count=token_count)
-        return empty
-
-    def rewind(self, cache: Cache, count: int) -> None:
-        """The row's table counts fewer tokens."""
-
-    def mark(self, cache: Cache) -> Undo:
-        return lambda: None
-
-    @property
-    def is_cut_before_guesses(self) -> bool:
-        return True
-
-
 class SlottedState(CacheClass):
     """ArraysCache: a recurrent or convolution state in slots, known only where the sequence stands."""
 
@@ -437,8 +385,6 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
     for entry in (
         PlainKv(KVCache),
         BorrowingKv(BorrowingCache),
-        PagedKv(PagedCache),
-        PagedWindowKv(PagedWindowCache),
         QuantizedKv(QuantizedKVCache),
         ChunkedKv(ChunkedKVCache),
         RotatingKv(RotatingKVCache),
@@ -451,9 +397,11 @@ PLAIN_KV: Final = CACHE_CLASSES[KVCache]
 
 
 def class_of(cache: Cache) -> CacheClass:
-    """Return the entry of a cache that is not a CacheList; a class without one is opaque."""
+    """Return the entry of a cache that is not a CacheList: this server's own classes bring theirs as
+    `cache_class`; a class without one is opaque."""
     kind = type(cache)
-    return CACHE_CLASSES.get(kind) or OpaqueState(kind)
+    own: CacheClass | None = getattr(kind, "cache_class", None)
+    return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)
 
 
 def of_mlx_lm(cache: Cache) -> Cache:
@@ -536,12 +484,6 @@ def parts_of(caches: Sequence[Cache]) -> Iterator[Part]:
         entry.check(cache)
         name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
         yield Part(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
-
-
-def _first_array(kept: Any) -> mx.array:
-    """Return the array, or the first of those, that keys or values are kept in."""
-    array: mx.array = kept if isinstance(kept, mx.array) else kept[0]
-    return array
 
 
 def _undo_of(cache: Cache, *names: str) -> Undo:

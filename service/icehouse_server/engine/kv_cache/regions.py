@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
-from icehouse_server.engine.kv.pool import Passes
+from icehouse_server.engine.core.pass_clock import PassClock
 
 TOKEN_AXIS: Final = 2
 """K/V arrays are [batch, heads, tokens, width]; in files and host buffers too."""
@@ -155,7 +155,7 @@ def to_host(region: ArrayRegion) -> HostRegion:
 class HostCopy:
     """Implements the prefix cache's HostCopy: pages are copied, arrays are read where they are."""
 
-    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: Passes) -> None:
+    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: PassClock) -> None:
         """`arrays` of these regions are computed, or were dispatched by now."""
         self._regions = regions
         """Pages that nobody refers to are written to again, by who knows nothing of this copy."""

@@ -15,8 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv.page_region import PageRegion
+from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, put
 from icehouse_server.engine.kv_cache.load_target import KvTarget
@@ -232,7 +231,8 @@ class RestoreBlock:
 
     start_token_index: int
     token_count: int
-    kv: ArrayRegion | PageRegion | None = None
+    kv: Region | None = None
+    """Arrays, or pages of the pool."""
     window: ArrayRegion | None = None
     checkpoint: ArrayRegion | None = None
 

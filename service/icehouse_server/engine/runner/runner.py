@@ -17,18 +17,20 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
+from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
+from icehouse_server.engine.kv.blocks import RunnerBlocks
+from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache import caches as kv_caches
-from icehouse_server.engine.kv_cache.blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
@@ -40,6 +42,7 @@ from icehouse_server.engine.runner.forward import (
     PassFacts,
     Row,
     Way,
+    attending_places,
     examine,
     plain_places,
     slab_places,
@@ -49,8 +52,6 @@ from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
-from icehouse_server.engine.runner.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of
-from icehouse_server.engine.runner.pass_clock import PassClock
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
@@ -332,7 +333,9 @@ class ModelRunner:
         if self._paging is None and self._facts.caches:
             page_token_count = math.gcd(PAGE_TOKEN_COUNT, self._settings.block_token_count)
             self._page_groups = groups_of(
-                self._facts.caches, self.caches(sequence_id), page_token_count=page_token_count
+                self.caches(sequence_id),
+                attending=attending_places(self._facts.caches),
+                page_token_count=page_token_count,
             )
         self.run([Chunk(sequence_id, [0], adapter, row=row)])
         self.run([])

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.engine.attention.choice import kernels_for
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.headers import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.gpu.trial import prove
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
+from icehouse_server.engine.kv.backend_choice import kernels_for
 
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 

@@ -33,6 +33,7 @@ from icehouse_server.engine.runner.forward.ways import (
     NotSplittable,
     PassFacts,
     Way,
+    attending_places,
     plain_places,
     slab_places,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Row",
     "Share",
     "Way",
+    "attending_places",
     "examine",
     "plain_places",
     "slab_places",

@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
 from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
-from icehouse_server.engine.runner.forward.layer_view import FlatLayer, Piece
+from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
-from icehouse_server.engine.runner.forward.paged import attend_pages
 from icehouse_server.engine.runner.forward.slab import Seat
-from icehouse_server.engine.runner.forward.spans import SinglePlace
+from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SinglePlace, Spans
 from icehouse_server.engine.runner.forward.ways import NotSplittable
 
 _KEPT_ELSEWHERE = (Seat, BorrowingCache)
@@ -56,6 +56,63 @@ def attend(
         outputs = quantized_attention(calls, cache=layer.kept_as, scale=scale, sinks=sinks)
     outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
+
+
+def attend_pages(
+    layer: FlatLayer,
+    paged: PagedLayer,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    masks: Sequence[Mask] | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Return [tokens, heads, 1, size]. A pass's first call writes keys and values, later ones share them."""
+    attention, pool, places = paged.group.attention, paged.group.pool, paged.places
+    asked: dict[str, Any] = {
+        "layer": paged.number,
+        "scale": scale,
+        "window": paged.group.window,
+        "sinks": sinks,
+    }
+    is_first, layer.fetched = layer.fetched is None, []
+    spans = layer.spans
+    row_count, token_count = _together(spans, masks)
+    if is_first and token_count == spans.token_count:
+        return attention.write_and_attend(pool, queries, keys, values, places, **asked)
+    if is_first:
+        attention.write(pool, keys, values, places, layer=paged.number)
+    outputs = [attention.attend(pool, queries[:token_count], places, **asked)] if token_count else []
+    for number in range(row_count, len(spans.rows)):
+        start = spans.starts[number]
+        asking = queries[start : start + spans.counts[number]]
+        mask: Any = masks[number] if masks is not None else None
+        outputs.append(
+            attend_row(
+                attention,
+                pool,
+                asking,
+                places,
+                first=start,
+                mask=mask if isinstance(mask, mx.array) else None,
+                is_padded=paged.group.has_costly_shapes,
+                **asked,
+            )
+        )
+    return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _together(spans: Spans, masks: Sequence[Mask] | None) -> tuple[int, int]:
+    """Return how many rows, the first ones, bring few tokens and have no mask of their own, and how many
+    tokens these are."""
+    if masks is not None and any(isinstance(mask, mx.array) for mask in masks):
+        return 0, 0
+    count = len(spans.counts)
+    while count and spans.counts[count - 1] > SHORT_TOKEN_COUNT:
+        count -= 1
+    return count, spans.starts[count] if count < len(spans.starts) else spans.token_count
 
 
 def _pieces(layer: FlatLayer, masks: Sequence[Mask] | None) -> list[Piece]:

@@ -23,6 +23,7 @@ from icehouse_server.engine.runner.forward.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
     FlatLayer,
+    PagedLayer,
     SplitLayer,
     View,
     check_used,
@@ -39,7 +40,6 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
-from icehouse_server.engine.runner.forward.paged import PagedLayer
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans

@@ -7,11 +7,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
+from icehouse_server.engine.attention.port import TokenPlaces
+from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import CacheClass, class_of, is_list
 from icehouse_server.engine.runner.forward.masks import (
     Mask,
@@ -20,7 +23,6 @@ from icehouse_server.engine.runner.forward.masks import (
     chunked_masks,
     default_masks,
 )
-from icehouse_server.engine.runner.forward.paged import PagedLayer
 from icehouse_server.engine.runner.forward.slab import Seat, SlotRun
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
@@ -45,6 +47,17 @@ class Piece(NamedTuple):
     first: int
     last: int
     run: SlotRun | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """One layer of a pass whose KV is in pages."""
+
+    group: PageGroup
+    places: TokenPlaces
+    """The same for all layers of the pass."""
+    number: int
+    """Of the layer, in the pool."""
 
 
 class FlatLayer:

@@ -110,6 +110,15 @@ def candidates(caches: Sequence[Any]) -> list[tuple[tuple[CacheWay, ...], Door]]
     return plans
 
 
+def attending_places(ways: Sequence[CacheWay]) -> list[int]:
+    """Return which of a row's caches are served by attention alone."""
+    return [
+        place
+        for place, way in enumerate(ways)
+        if way.way is Way.ATTENTION and not way.parts and not way.is_entered
+    ]
+
+
 def slab_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     """Return which of a row's caches a slab can keep."""
     return [

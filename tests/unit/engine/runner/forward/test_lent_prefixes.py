@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from icehouse_server.engine.runner.forward import ForwardPass, Row, examine, plain_places
 from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
@@ -45,7 +46,8 @@ class Lender:
                     checkpoint=self._layout.cut_checkpoint(caches) if self._layout.needs_checkpoint else None,
                 )
             )
-        mx.eval([region.buffers for block in blocks for region in (block.kv, block.window) if region])
+        regions = [region for block in blocks for region in (block.kv, block.window)]
+        mx.eval([region.buffers for region in regions if isinstance(region, ArrayRegion)])
         self._blocks = tuple(blocks)
 
     def row(self, places: list[int]) -> Row:
@@ -62,7 +64,8 @@ class Lender:
 
     def bits(self) -> list[bytes]:
         """Return what is lent, as it is now."""
-        return [bytes(np.asarray(a)) for block in self._blocks if block.kv for _, a in block.kv.arrays]
+        regions = [block.kv for block in self._blocks if isinstance(block.kv, ArrayRegion)]
+        return [bytes(np.asarray(array)) for region in regions for _, array in region.arrays]
 
 
 def lending(architecture: str) -> tuple[Any, Any, list[int]]:

@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
+from icehouse_server.engine.core.pass_clock import PassClock
+from icehouse_server.engine.kv.page_groups import groups_of
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup
-from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
-from icehouse_server.engine.runner.page_groups import groups_of
-from icehouse_server.engine.runner.pass_clock import PassClock
+from icehouse_server.engine.runner.forward import ForwardPass, Row, attending_places, examine
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
@@ -38,7 +38,9 @@ def paging_of(
 ) -> Paging | None:
     caches = make_prompt_cache(model)
     model(mx.array([[5, 6, 7]]), cache=caches)
-    facts = groups_of(forward.facts.caches, caches, page_token_count=PAGE_TOKEN_COUNT)
+    facts = groups_of(
+        caches, attending=attending_places(forward.facts.caches), page_token_count=PAGE_TOKEN_COUNT
+    )
     groups = [
         PageGroup(
             PagePool(each.shape, passes=clock),

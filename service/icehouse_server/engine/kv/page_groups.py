@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.attention.port import PoolShape
-from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of
-from icehouse_server.engine.runner.forward import Way
-from icehouse_server.engine.runner.forward.ways import CacheWay
+from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of, is_list
 
 PAGE_TOKEN_COUNT: Final = 64
 """Tokens of a page at most. A row wastes less than so many."""
@@ -29,17 +27,19 @@ class GroupFacts:
 
 
 def groups_of(
-    ways: Sequence[CacheWay], caches: Sequence[Cache], *, page_token_count: int
+    caches: Sequence[Cache], *, attending: Collection[int], page_token_count: int
 ) -> tuple[GroupFacts, ...]:
-    """Return the groups of a model whose `caches` hold some tokens; none where KV that blocks are made of
-    is not all alike."""
+    """Return the groups of a model; none where KV that blocks are made of is not all alike.
+
+    `caches` hold some tokens; `attending` are the places of those that are served by attention alone.
+    """
     found: dict[tuple[int | None, int, int, mx.Dtype], list[int]] = {}
-    for place, (way, cache) in enumerate(zip(ways, caches, strict=False)):
-        like = _like(way, cache)
+    for place in attending:
+        like = _like(caches[place])
         if like is not None:
             found.setdefault(like, []).append(place)
     unlimited = [places for (window, *_), places in found.items() if window is None]
-    kv_count = sum(_is_kv(way, cache) for way, cache in zip(ways, caches, strict=False))
+    kv_count = sum(is_list(cache) or class_of(cache).kind is RegionKind.KV for cache in caches)
     if len(unlimited) > 1 or sum(map(len, unlimited)) != kv_count:
         return ()
     return tuple(
@@ -52,14 +52,8 @@ def groups_of(
     )
 
 
-def _is_kv(way: CacheWay, cache: Cache) -> bool:
-    return bool(way.parts) or class_of(cache).kind is RegionKind.KV
-
-
-def _like(way: CacheWay, cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:
+def _like(cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:
     """Return the window, KV heads, head size and type of a layer; None where it cannot be in pages."""
-    if way.way is not Way.ATTENTION or way.parts or way.is_entered:
-        return None
     entry = class_of(cache)
     if not (isinstance(entry, RotatingKv) and not cache.keep) and not (
         isinstance(entry, PlainKv) and entry.is_plain

@@ -13,11 +13,11 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.kv_growth import KvGrowth
+from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
 from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
 from icehouse_server.engine.kv.paging import Paging, table_of
-from icehouse_server.engine.kv.pool import Passes
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
@@ -74,7 +74,7 @@ class RunnerBlocks:
         is_pipelined: bool,
         clock: Clock,
         thread: OneThread,
-        passes: Passes,
+        passes: PassClock,
     ) -> None:
         self._sequences = sequences
         self._block_token_count = block_token_count
@@ -292,7 +292,7 @@ def _source_of(restore: RestoreInput) -> RestoreSource:
         RestoreBlock(
             start_token_index=block.start_token_index,
             token_count=block.token_count,
-            kv=cast("ArrayRegion | PageRegion | None", block.regions.get(RegionKind.KV)),
+            kv=block.regions.get(RegionKind.KV),
             window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
             checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
         )

@@ -14,7 +14,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
-from icehouse_server.engine.kv_cache import blocks as kv_blocks
+from icehouse_server.engine.kv import blocks as kv_blocks
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
