@@ -43,8 +43,7 @@ from icehouse_server.errors import IcehouseError
 _IDLE_WAIT_S = 0.5
 """How long an idle engine sleeps at most, so that its heartbeat stays fresh."""
 _IDLE_BEFORE_WARM_UP_S = 10.0
-"""An engine that has been idle for so long may compile what nobody has needed yet: each step of that takes
-seconds on a GPU, and whoever comes meanwhile waits."""
+"""An engine that is idle for so long compiles more: a step takes seconds on a GPU, and who comes waits."""
 _COMMAND_S = 0.005
 """A step carries commands out until they have taken this long, and one at least."""
 _COMMAND_LIMIT = 256

@@ -13,22 +13,17 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.kv_growth import KvGrowth
-from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv.host_copy import HostCopy
 from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
 from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
 from icehouse_server.engine.kv.paging import Paging, table_of
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
 from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
-from icehouse_server.engine.kv_cache.regions import (
-    ArrayRegion,
-    HostCopy,
-    dispatch,
-    evaluate,
-    from_host,
-)
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host
 from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.engine.attention.port import Ints, PoolShape
-from icehouse_server.engine.core.pass_clock import PassClock
+from icehouse_server.engine.kv.pass_clock import PassClock
 
 _log = logging.getLogger("icehouse.engine")
 

@@ -18,8 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
-from icehouse_server.engine.core.pass_clock import PassClock
+from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 
 TOKEN_AXIS: Final = 2
 """K/V arrays are [batch, heads, tokens, width]; in files and host buffers too."""
@@ -150,31 +149,6 @@ def to_host(region: ArrayRegion) -> HostRegion:
     """
     views = [bytes_of(each) for each in region.flat]
     return HostRegion(region.kind, tuple(_host_tensor(region, place, views) for place in region.places))
-
-
-class HostCopy:
-    """Implements the prefix cache's HostCopy: pages are copied, arrays are read where they are."""
-
-    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: PassClock) -> None:
-        """`arrays` of these regions are computed, or were dispatched by now."""
-        self._regions = regions
-        """Pages that nobody refers to are written to again, by who knows nothing of this copy."""
-        self._arrays = arrays
-        self._passes = passes
-        self._before = passes.dispatched
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a pass that was dispatched behind it has ended, or none is in flight."""
-        ended = self._passes.ended
-        return ended > self._before or ended == self._passes.dispatched
-
-    def take(self) -> tuple[HostRegion, ...]:
-        return tuple(map(to_host, self._arrays))
-
-    @property
-    def is_apart(self) -> bool:
-        return all(own is not array for own, array in zip(self._regions, self._arrays, strict=True))
 
 
 def _host_tensor(region: ArrayRegion, place: Place, views: Sequence[memoryview]) -> HostTensor:

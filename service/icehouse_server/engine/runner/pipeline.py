@@ -28,8 +28,8 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
-from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share

@@ -21,13 +21,13 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
-from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.kv.blocks import RunnerBlocks
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of
 from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache import caches as kv_caches

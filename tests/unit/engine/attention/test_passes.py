@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from icehouse_server.engine.attention.gpu.headers import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.core.pass_clock import PassClock
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
 from mlx_lm.models.cache import make_prompt_cache
 

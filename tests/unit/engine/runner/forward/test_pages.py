@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
-from icehouse_server.engine.core.pass_clock import PassClock
 from icehouse_server.engine.kv.page_groups import groups_of
 from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.runner.forward import ForwardPass, Row, attending_places, examine
