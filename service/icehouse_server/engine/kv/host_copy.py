@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from icehouse_server.domain.blocks import HostRegion, Region
-from icehouse_server.engine.kv.pool import Passes
+from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, to_host
 
 
 class HostCopy:
     """Implements the prefix cache's HostCopy: pages are copied, arrays are read where they are."""
 
-    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: Passes) -> None:
+    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: PassClock) -> None:
         """`arrays` of these regions are computed, or were dispatched by now."""
         self._regions = regions
         """Pages that nobody refers to are written to again, by who knows nothing of this copy."""
