@@ -20,10 +20,18 @@ from icehouse_server.domain.blocks import (
     root_hash,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
+from icehouse_server.storage.api import (
+    Inventory,
+    Loaded,
+    NewRows,
+    Outcome,
+    Persisted,
+    PlannedBlock,
+    StorageClosed,
+    Ticket,
+)
 from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest, PlannedBlock
-from icehouse_server.storage.messages import Inventory, Outcome, Persisted, StorageClosed
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 
@@ -118,17 +126,15 @@ class Tier:
 def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
     """Spill a chain and wait until every row is committed."""
     for block in chain:
-        credit = tier.storage.try_reserve(block.size_bytes)
-        assert credit is not None
-        tier.storage.spill(block, credit)
+        tier.storage.put(block)
     for _ in chain:
-        assert isinstance(tier.outcomes.get(), Persisted)
+        written = tier.outcomes.get()
+        assert isinstance(written, Ticket) and isinstance(written.outcome, Persisted)
 
 
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
     """Load a chain into assembled buffers."""
     planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
-    request = LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT)
-    assert tier.storage.load(request)
-    loaded = tier.outcomes.get()
-    assert isinstance(loaded, Loaded) and loaded.failure is None
+    ticket = tier.storage.get_into(planned, NewRows(0, len(chain) * TOKEN_COUNT))
+    assert ticket is not None and tier.outcomes.get() is ticket
+    assert isinstance(ticket.outcome, Loaded) and ticket.outcome.failure is None

@@ -20,11 +20,11 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, Q
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.storage.api import Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.messages import Outcome
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.time_limit import in_time

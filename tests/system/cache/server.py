@@ -27,8 +27,8 @@ from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.api import Inventory, Outcome
 from icehouse_server.storage.files import Files, SystemFiles
-from icehouse_server.storage.messages import Inventory, Outcome
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 

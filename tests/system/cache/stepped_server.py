@@ -39,8 +39,8 @@ from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.api import StorageClosed
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.messages import StorageClosed
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.worker.storage import Storage
 

@@ -19,8 +19,8 @@ from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.errors import Reason, StartError, StorageError
+from icehouse_server.storage.api import Inventory
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.messages import Inventory
 from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.models import tiny_model_dir

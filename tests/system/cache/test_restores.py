@@ -23,8 +23,8 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
+from icehouse_server.storage.api import StorageFailed
 from icehouse_server.storage.block_format.damage import BlockFileError
-from icehouse_server.storage.messages import StorageFailed
 
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (
@@ -114,7 +114,7 @@ def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_witho
             served.submit("b", OTHERS)
             while len(served.controller._restores) < 2:
                 served.loop.step()
-        assert len(served.controller._loads) == 1, "both are planned, one is read"
+        assert len(served.cache.waits._waiting) == 1, "both are planned, one is read"
         served.mailbox.post(StorageFailed("the test broke it"))
         served.is_storage_alive = False
         served.step_until_idle()
@@ -407,7 +407,7 @@ def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_onc
         for name, tokens in prompts.items():
             served.submit(name, tokens)
         served.step_until_idle()
-        assert len(served.controller._loads) == 6, "no limit on prompts in preparation holds a read back"
+        assert len(served.cache.waits._waiting) == 6, "no limit on prompts in preparation holds a read back"
         served.settle_storage()
         served.runner.restored.clear()
         served.loop.step()

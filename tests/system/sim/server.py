@@ -20,7 +20,7 @@ from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.api import Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
@@ -72,9 +72,9 @@ class _WatchedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def spill(self, block: HostBlock, credit: Any, **rest: Any) -> None:
+    def put(self, block: HostBlock, **rest: Any) -> Any:
         self._ledger.note_spill(block.header)
-        self._storage.spill(block, credit, **rest)
+        return self._storage.put(block, **rest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

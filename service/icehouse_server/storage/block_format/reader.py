@@ -1,119 +1,30 @@
 """Block reader: verified, and straight to where the bytes are wanted.
 
-Runs on any thread; owns nothing but the buffers it fills. The kv tensors of consecutive
-blocks are read into one buffer per tensor, so that a restore is left with one copy; every
-region is hashed in file order right behind each read, while its bytes are in the CPU's cache.
+Runs on any thread; owns nothing but the memory it makes for windows and checkpoints. Every region is
+hashed in file order right behind each read, while its bytes are in the CPU's cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostRegion, HostTensor, RegionKind
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.block_facts import BlockFile, FileRegion, FileTensor
+from icehouse_server.storage.api import KvPlace, LoadedBlock, PlannedBlock
+from icehouse_server.storage.block_facts import BlockFile, FileRegion
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.file import GROUP_BYTES, groups, read_head, slices
-from icehouse_server.storage.block_format.header import DTYPE_BYTES
 from icehouse_server.storage.block_format.read_pace import ReadPace
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.loads import LoadedBlock, LoadRequest, PlannedBlock
+from icehouse_server.storage.row_buffers import empty_bytes
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
     from icehouse_server.storage.encryption.aes_gcm import Cipher, FileCipher
-
-_TOKEN_AXIS = -2
-_ALIGNMENT_BYTES = 64
-
-
-def empty_bytes(size_bytes: int) -> memoryview:
-    """Return an uninitialised flat buffer of format "B"."""
-    return np.empty(size_bytes, dtype=np.uint8).data
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KvBuffers:
-    """Where the kv tensors of a load go: one buffer per tensor, `capacity` rows along the token axis."""
-
-    tensors: tuple[HostTensor, ...]
-    origin_token_index: int
-    capacity_token_count: int
-
-    @classmethod
-    def of(cls, request: LoadRequest) -> KvBuffers:
-        """Return the buffers that the request brought along."""
-        for target in request.targets:
-            rows = target.shape[_TOKEN_AXIS]
-            assert rows == request.capacity_token_count, f"{target.name} has {rows} rows"
-        return cls(request.targets, request.origin_token_index, request.capacity_token_count)
-
-    @classmethod
-    def like(cls, region: FileRegion, *, origin_token_index: int, capacity_token_count: int) -> KvBuffers:
-        """Return buffers for blocks whose kv region is shaped like this one.
-
-        Raises `BlockFileError` when a tensor has no token axis.
-        """
-        places = []
-        size_bytes = 0
-        for tensor in region.tensors:
-            if len(tensor.shape) < 2:
-                raise BlockFileError(
-                    Damage.LAYOUT, f"{tensor.name} of shape {tensor.shape} has no token axis"
-                )
-            shape = (*tensor.shape[:_TOKEN_AXIS], capacity_token_count, tensor.shape[-1])
-            places.append((tensor, shape, size_bytes))
-            size_bytes += prod(shape) * DTYPE_BYTES[tensor.dtype]
-            size_bytes += -size_bytes % _ALIGNMENT_BYTES
-        # One allocation for all: the system backs a large one with large pages, which fault rarely.
-        whole = empty_bytes(size_bytes)
-        tensors = [
-            HostTensor(
-                tensor.name,
-                tensor.dtype,
-                shape,
-                whole[begin : begin + prod(shape) * DTYPE_BYTES[tensor.dtype]],
-            )
-            for tensor, shape, begin in places
-        ]
-        return cls(tuple(tensors), origin_token_index, capacity_token_count)
-
-    def segments(self, region: FileRegion, *, start_token_index: int, token_count: int) -> list[memoryview]:
-        """Return, in file order, where the bytes of a block's kv region go; rows beyond capacity go nowhere.
-
-        Raises `BlockFileError` when the region's tensors are not those of the buffers.
-        """
-        first_row = start_token_index - self.origin_token_index
-        placed_rows = min(token_count, self.capacity_token_count - first_row)
-        assert first_row >= 0 and placed_rows > 0, (
-            f"Rows {first_row}+{token_count} lie outside of the buffers"
-        )
-        if len(region.tensors) != len(self.tensors):
-            raise BlockFileError(Damage.LAYOUT, f"{len(region.tensors)} kv tensors, not {len(self.tensors)}")
-        segments: list[memoryview] = []
-        for source, target in zip(region.tensors, self.tensors, strict=True):
-            _check_alike(source, target, token_count=token_count)
-            row_bytes = source.shape[-1] * DTYPE_BYTES[source.dtype]
-            size_bytes = placed_rows * row_bytes
-            stride_bytes = self.capacity_token_count * row_bytes
-            if target.data.nbytes == 0:
-                continue
-            begins = range(first_row * row_bytes, target.data.nbytes, stride_bytes)
-            placed = [target.data[begin : begin + size_bytes] for begin in begins]
-            if placed_rows == token_count:
-                segments += placed
-            else:
-                # A buffer of its own each time: parts are hashed only after several were read.
-                rest_bytes = (token_count - placed_rows) * row_bytes
-                segments += [part for head in placed for part in (head, empty_bytes(rest_bytes))]
-        return segments
 
 
 def open_block(
@@ -162,22 +73,22 @@ def read_block(
     descriptor: int,
     file: BlockFile,
     planned: PlannedBlock,
-    buffers: KvBuffers | None,
+    place: KvPlace | None,
     *,
     pace: ReadPace,
 ) -> LoadedBlock:
-    """Read and verify the wanted regions of an open block at this pace; kv goes to `buffers`.
+    """Read and verify the wanted regions of an open block at this pace; kv goes to `place`.
 
-    Raises `BlockFileError`; buffers then hold bytes that must not be used.
+    Raises `BlockFileError` or `UnfitLayout`; the place then holds bytes that must not be used.
     """
     loaded = []
     for region in file.regions:
         if region.kind not in planned.regions:
             continue
         if region.kind is RegionKind.KV:
-            assert buffers is not None, "kv is wanted but has nowhere to go"
-            parts = buffers.segments(
-                region,
+            assert place is not None, "kv is wanted but has nowhere to go"
+            parts = place.segments(
+                region.tensors,
                 start_token_index=planned.header.start_token_index,
                 token_count=planned.header.token_count,
             )
@@ -286,20 +197,3 @@ def _host_region(region: FileRegion, data: memoryview) -> HostRegion:
             HostTensor(tensor.name, tensor.dtype, tensor.shape, data[begin : begin + tensor.size_bytes])
         )
     return HostRegion(region.kind, tuple(tensors))
-
-
-def _check_alike(source: FileTensor, target: HostTensor, *, token_count: int) -> None:
-    is_alike = (
-        source.name == target.name
-        and source.dtype == target.dtype
-        and len(source.shape) == len(target.shape)
-        and source.shape[:_TOKEN_AXIS] == target.shape[:_TOKEN_AXIS]
-        and source.shape[-1] == target.shape[-1]
-        and source.shape[_TOKEN_AXIS] == token_count
-    )
-    if not is_alike:
-        raise BlockFileError(
-            Damage.LAYOUT,
-            f"{source.name} {source.dtype}{source.shape} does not continue "
-            f"{target.name} {target.dtype}{target.shape}",
-        )

@@ -6,6 +6,10 @@ reads it, at worst a moment late, and then the bound is kept too strictly, never
 
 from __future__ import annotations
 
+import dataclasses
+
+from icehouse_server.storage.settings import StorageSettings
+
 
 class Meter:
     """Units (bytes or messages) taken by the engine's thread and given back by the storage thread."""
@@ -16,20 +20,21 @@ class Meter:
         self._given_back_total = 0
 
     @property
+    def room(self) -> int:
+        """Units that can be taken; more than that only after more were given back."""
+        return self.limit - self.outstanding
+
+    @property
     def outstanding(self) -> int:
         """Units taken and not given back."""
         return self._taken_total - self._given_back_total
 
     def try_take(self, units: int) -> bool:
         """Take units, or none when the limit would be passed. The engine's thread only."""
-        if self.outstanding + units > self.limit:
+        if units > self.room:
             return False
         self._taken_total += units
         return True
-
-    def cancel(self, units: int) -> None:
-        """Undo a `try_take` whose units never went to the storage thread. The engine's thread only."""
-        self._taken_total -= units
 
     def give_back(self, units: int) -> None:
         """Give units back. The storage thread only."""
@@ -37,19 +42,19 @@ class Meter:
         assert self._given_back_total <= self._taken_total, "More was given back than taken"
 
 
-class Credit:
-    """Room in the spill queue for one block, held from before its copy until its outcome."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meters:
+    """What waits: blocks to be written in bytes, reads and orders by count."""
 
-    __slots__ = ("_meter", "size_bytes")
+    spills: Meter
+    reads: Meter
+    orders: Meter
 
-    def __init__(self, meter: Meter, size_bytes: int) -> None:
-        self._meter = meter
-        self.size_bytes = size_bytes
-
-    def cancel(self) -> None:
-        """Return the room unused. The engine's thread only, and only instead of `spill`."""
-        self._meter.cancel(self.size_bytes)
-
-    def release(self) -> None:
-        """Return the room after the outcome. The storage thread only."""
-        self._meter.give_back(self.size_bytes)
+    @classmethod
+    def of(cls, settings: StorageSettings) -> Meters:
+        """Return meters with the limits of these settings."""
+        return cls(
+            Meter(settings.spill_queue_limit_bytes),
+            Meter(settings.load_queue_limit_count),
+            Meter(settings.task_queue_limit_count),
+        )

@@ -16,46 +16,35 @@ import dataclasses
 import logging
 import queue
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
-from typing import assert_never
+from typing import Any, TypeVar
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
-from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import StartError
+from icehouse_server.storage.api import (
+    Evicted,
+    Failure,
+    Inventory,
+    Names,
+    Outcome,
+    Purged,
+    StorageClosed,
+    Ticket,
+    Trouble,
+)
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
-from icehouse_server.storage.messages import (
-    Evicted,
-    Health,
-    Inventory,
-    Outcome,
-    PinsChanged,
-    StatsAnswer,
-    StorageClosed,
-    TaskGivenUp,
-    TaskId,
-)
-from icehouse_server.storage.worker.credit import Meter
-from icehouse_server.storage.worker.reader_pool import HeadReport, LoadReport
-from icehouse_server.storage.worker.requests import (
-    CloseRequest,
-    ListRequest,
-    PinRequest,
-    PurgeRequest,
-    Request,
-    SpillRequest,
-    StatsRequest,
-    TouchRequest,
-    VerifyRequest,
-)
-from icehouse_server.storage.worker.spiller import Spiller
+from icehouse_server.storage.worker.credit import Meters
+from icehouse_server.storage.worker.reader_pool import ReadReport
+from icehouse_server.storage.worker.spiller import Spill, Spiller
 from icehouse_server.storage.worker.stats import StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.worker.store_state import StoreState, StoreStatus
-from icehouse_server.storage.worker.tasks import ListTask, PurgeTask, Task, VerifyTask, retire
+from icehouse_server.storage.worker.tasks import retire
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +56,19 @@ _DEFERRED_SLICE_COUNT = 64
 """Files looked at per idle step after a clean start."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ticket:
-    """A task that waits."""
+Call = Callable[[], object]
+"""What comes through the inbox: a method of the loop with its arguments."""
+_Result = TypeVar("_Result")
 
-    task: Task
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Order:
+    """Work that waits, or is done piece by piece."""
+
+    ticket: Ticket[Any]
+    work: Generator[None, None, Any]
     spill_count: int
-    """Spills accepted before it: the blocks they bring are on SSD, or dropped, before it begins."""
+    """Blocks accepted before it: they are on SSD, or dropped, before it begins."""
 
 
 class StorageLoop:
@@ -83,45 +78,46 @@ class StorageLoop:
         self,
         store: BlockStore,
         *,
-        inbox: queue.SimpleQueue[Request],
-        spill_meter: Meter,
-        load_meter: Meter,
-        task_meter: Meter,
+        inbox: queue.SimpleQueue[Call],
+        meters: Meters,
         clock: Clock,
         post: Callable[[Outcome], object],
     ) -> None:
         self.is_closed = False
         self._store = store
         self._inbox = inbox
-        self._spill_meter = spill_meter
-        self._load_meter = load_meter
-        self._task_meter = task_meter
+        self._meters = meters
         self._clock = clock
         self._post = post
         self._state = StoreState()
         self._counters = StorageCounters()
         self._spiller = Spiller(
-            store, state=self._state, counters=self._counters, clock=clock, post=self._tell
+            store,
+            state=self._state,
+            counters=self._counters,
+            meter=meters.spills,
+            clock=clock,
+            finish=self._finish,
         )
-        self._orders: collections.deque[_Ticket] = collections.deque()
-        self._verifications: collections.deque[_Ticket] = collections.deque()
+        self._orders: collections.deque[_Order] = collections.deque()
+        self._checks: collections.deque[_Order] = collections.deque()
         self._turns = collections.deque(
             (
                 self._step_inventory,
                 self._step_spill,
-                self._step_order,
-                self._step_verification,
+                lambda: self._step_order(self._orders),
+                lambda: self._step_order(self._checks),
                 self._step_upkeep,
             )
         )
         """What may do the next piece, the one that did the last at the end."""
-        self._asked: list[TaskId] = []
+        self._asked: list[Ticket[CacheStats]] = []
         """Who wants the counters: counted once for all of them."""
-        self._close: CloseRequest | None = None
+        self._close_time: float | None = None
+        """Until when spills are finished (`Clock.monotonic`); None until the end is asked for."""
         self._deferred: Iterator[BlockHash] = iter(())
         self._inventory: Iterator[tuple[list[BlockHash], bool, bool]] = iter(())
         """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
-        self._announced_detail = ""
         self._has_inventory = False
         """Whether the engine was ever told the whole of one, and so waits for none."""
         self._piece_time: float | None = None
@@ -156,7 +152,7 @@ class StorageLoop:
             if not self._has_inventory:
                 # Later failures leave the engine what it knows: files may still be read.
                 self._post_inventory(Inventory(()))
-            self._announce()
+            self._announce_gone()
             return
         report = self._store.report
         _log.info(
@@ -189,7 +185,7 @@ class StorageLoop:
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._state.open()
         self._begin_inventory()
-        self._announce()
+        self._announce_gone()
 
     def _begin_inventory(self) -> None:
         """Post what is stored; of a large tier the first part, and the others each in its turn."""
@@ -228,11 +224,11 @@ class StorageLoop:
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
         try:
-            request = self._inbox.get(timeout=timeout_s)
+            call = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
         with self.piece():
-            self._handle(request)
+            call()
 
     def step(self) -> bool:
         """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
@@ -241,21 +237,21 @@ class StorageLoop:
 
     def _step(self) -> bool:
         while not self._inbox.empty():
-            self._handle(self._inbox.get_nowait())
+            self._inbox.get_nowait()()
         self._answer_asked()
         is_busy = self._guarded(self._work, instead=True)
-        self._announce()
+        self._announce_gone()
         return is_busy and not self.is_closed
 
     def _work(self) -> bool:
         now = self._clock.monotonic()
-        if self._close is not None and (not self._spiller or now >= self._close.deadline_time):
+        if self._close_time is not None and (not self._spiller or now >= self._close_time):
             self._end()
             return False
         if self._state.is_retry_due(now=now):
             self._try_to_recover(now)
         if not self._state.is_usable:
-            self._give_up_tasks()
+            self._give_up_orders()
             return self._step_spill()
         for _ in range(len(self._turns)):
             # Turned before it is taken: one that raises has had its turn too.
@@ -270,12 +266,6 @@ class StorageLoop:
         self._spiller.step()
         return True
 
-    def _step_order(self) -> bool:
-        return self._step_task(self._orders)
-
-    def _step_verification(self) -> bool:
-        return self._step_task(self._verifications)
-
     def _step_upkeep(self) -> bool:
         now = self._clock.monotonic()
         if now - self._kept_up_time >= _KEEP_UP_S:
@@ -283,55 +273,78 @@ class StorageLoop:
             self._store.keep_up()
         return self._walk_deferred()
 
-    def _handle(self, request: Request) -> None:
-        match request:
-            case SpillRequest():
-                self._spiller.add(request)
-            case TouchRequest(hashes):
-                self._task_meter.give_back(1)
-                self._store.touch(hashes)
-            case PinRequest():
-                self._task_meter.give_back(1)
-                self._change_pins(request)
-            case PurgeRequest():
-                self._orders.append(_Ticket(PurgeTask(request), self._spiller.accepted_total))
-            case VerifyRequest():
-                self._verifications.append(_Ticket(VerifyTask(request), self._spiller.accepted_total))
-            case ListRequest():
-                self._verifications.append(_Ticket(ListTask(request), self._spiller.accepted_total))
-            case StatsRequest(task_id):
-                self._task_meter.give_back(1)
-                self._asked.append(task_id)
-            case CloseRequest():
-                self._close = request
-            case LoadReport():
-                self._load_meter.give_back(1)
-                self._guarded(lambda: self._count_load(request), instead=False)
-            case HeadReport():
-                self._load_meter.give_back(1)
-            case _:
-                assert_never(request)
+    # What comes through the inbox.
 
-    def _step_task(self, waiting: collections.deque[_Ticket]) -> bool:
-        """Do a piece of the first task; False when there is none, or spills before it are yet to end."""
+    def put(self, spill: Spill) -> None:
+        """Persist a block when it is its turn."""
+        self._spiller.add(spill)
+
+    def touch(self, blocks: Names) -> None:
+        """Note that these blocks were used now, in this order."""
+        self._meters.orders.give_back(1)
+        self._store.touch(blocks)
+
+    def begin(self, ticket: Ticket[Purged], work: Generator[None, None, Purged]) -> None:
+        """Do an order, behind the spills accepted before it."""
+        self._orders.append(_Order(ticket, work, self._spiller.accepted_total))
+
+    def begin_check(self, ticket: Ticket[_Result], work: Generator[None, None, _Result]) -> None:
+        """As `begin`, for what removes nothing that is sound and may take very long."""
+        self._checks.append(_Order(ticket, work, self._spiller.accepted_total))
+
+    def count(self, ticket: Ticket[CacheStats]) -> None:
+        """Tell the counters."""
+        self._meters.orders.give_back(1)
+        self._asked.append(ticket)
+
+    def close(self, deadline_time: float) -> None:
+        """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
+        self._close_time = deadline_time
+
+    def pin(self, ticket: Ticket[Names], blocks: Names, *, pinned: bool) -> None:
+        """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
+        self._meters.orders.give_back(1)
+        is_done = self._state.is_usable and self._guarded(
+            lambda: self._store.set_pinned(blocks, pinned=pinned) >= 0, instead=False
+        )
+        if not is_done:
+            self._finish(ticket, self._given_up())
+            return
+        waiting = self._spiller.set_pinned(frozenset(blocks), pinned=pinned)
+        missing = (name for name in blocks if name not in self._store.index and name not in waiting)
+        self._finish(ticket, tuple(missing))
+
+    def count_read(self, report: ReadReport) -> None:
+        """Take in what the readers found."""
+        self._meters.reads.give_back(1)
+        self._guarded(lambda: self._count_read(report), instead=False)
+
+    def _step_order(self, waiting: collections.deque[_Order]) -> bool:
+        """Do a piece of the first order; False when there is none, or spills before it are yet to end."""
         if not waiting or self._spiller.settled_total < waiting[0].spill_count:
             return False
-        outcome = waiting[0].task.step(self._store)
+        outcome: Any = None
+        try:
+            next(waiting[0].work)
+        except StopIteration as ended:
+            outcome = ended.value
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+            outcome = self._given_up()
         if outcome is not None:
-            waiting.popleft()
-            self._task_meter.give_back(1)
-            # The engine must have forgotten the blocks before it tells anybody that they are gone.
-            self._tell(outcome)
+            self._meters.orders.give_back(1)
+            self._finish(waiting.popleft().ticket, outcome)
         return True
 
-    def _give_up_tasks(self) -> None:
+    def _give_up_orders(self) -> None:
         """Nobody waits for a directory that may never come back: whoever ordered may order again."""
-        waiting = sorted(ticket.task.task_id for ticket in (*self._orders, *self._verifications))
-        self._orders.clear()
-        self._verifications.clear()
-        for task_id in waiting:
-            self._task_meter.give_back(1)
-            self._post(TaskGivenUp(task_id, self._state.detail))
+        for waiting in (self._orders, self._checks):
+            while waiting:
+                self._meters.orders.give_back(1)
+                self._finish(waiting.popleft().ticket, self._given_up())
+
+    def _given_up(self) -> Failure:
+        return Failure(Trouble.UNUSABLE, self._state.detail)
 
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
@@ -342,20 +355,6 @@ class StorageLoop:
                 _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
-    def _change_pins(self, request: PinRequest) -> None:
-        """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
-        is_done = self._state.is_usable and self._guarded(
-            lambda: self._store.set_pinned(request.hashes, pinned=request.pinned) >= 0, instead=False
-        )
-        # The engine must have forgotten what left before it hears of it.
-        self._announce()
-        if not is_done:
-            self._post(TaskGivenUp(request.task_id, self._state.detail))
-            return
-        waiting = self._spiller.set_pinned(frozenset(request.hashes), pinned=request.pinned)
-        missing = [name for name in request.hashes if name not in self._store.index and name not in waiting]
-        self._post(PinsChanged(request.task_id, tuple(missing)))
-
     def _answer_asked(self) -> None:
         if not self._asked:
             return
@@ -364,21 +363,21 @@ class StorageLoop:
             self._store,
             self._counters,
             self._state,
-            spill_meter=self._spill_meter,
-            load_meter=self._load_meter,
+            meters=self._meters,
             spill_queue_count=len(self._spiller),
         )
-        for task_id in asked:
-            self._post(StatsAnswer(task_id, stats))
+        for ticket in asked:
+            self._finish(ticket, stats)
 
-    def _count_load(self, report: LoadReport) -> bool:
+    def _count_read(self, report: ReadReport) -> bool:
         self._store.integrity.verified_block_total += report.block_count
         self._counters.promote.read_byte_total += report.read_bytes
         for failure in report.failures:
-            note_damage(self._store.integrity, failure.cause)
+            note_damage(self._store.integrity, failure)
+            name = failure.hash.hex() if failure.hash is not None else ""
             _log.warning(
                 "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
-                extra={"block": failure.hash.hex(), "cause": failure.cause.value, "detail": failure.detail},
+                extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
             )
             if self._state.is_usable:
                 retire(self._store, failure)
@@ -403,7 +402,7 @@ class StorageLoop:
         self._store.unlock()
         self._state.close()
         self.is_closed = True
-        self._announce()
+        self._announce_gone()
         self._post(StorageClosed(was_clean))
 
     def _guarded(self, action: Callable[[], bool], *, instead: bool) -> bool:
@@ -442,18 +441,14 @@ class StorageLoop:
             self._post_inventory(Inventory((), is_first=False, is_last=True))
         self._inventory = iter(())
 
-    def _announce(self) -> None:
-        """Tell the engine what left the disk and whether writing works, when that has changed."""
-        self._announce_gone()
-        if self._state.detail != self._announced_detail:
-            self._announced_detail = self._state.detail
-            self._post(Health(writes_enabled=self._state.takes_blocks, detail=self._state.detail))
-
     def _announce_gone(self) -> None:
+        """Tell the engine what left the disk."""
         if gone := self._store.take_gone():
             self._post(Evicted(gone))
 
-    def _tell(self, outcome: Outcome) -> None:
-        """Post an outcome behind what left the disk before: a block of the same name may be there again."""
+    def _finish(self, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
+        """Post a ticket with its outcome, behind what left the disk before: a block of the same name may be
+        there again, and the engine forgets blocks before it tells anybody that they are gone."""
         self._announce_gone()
-        self._post(outcome)
+        ticket.settle(outcome)
+        self._post(ticket)

@@ -14,33 +14,31 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Damage, RegionKind
+from icehouse_server.storage.api import (
+    AnyTicket,
+    Failure,
+    KvPlace,
+    Loaded,
+    LoadedBlock,
+    Names,
+    NewRows,
+    PlannedBlock,
+    Ticket,
+    UnfitLayout,
+)
 from icehouse_server.storage.block_facts import BlockFile
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.read_pace import ReadPace, ReadTurns
-from icehouse_server.storage.block_format.reader import (
-    KvBuffers,
-    open_block,
-    read_block,
-    read_header,
-)
+from icehouse_server.storage.block_format.reader import open_block, read_block, read_header
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.loads import (
-    BlockFailure,
-    HeadRequest,
-    HeadsRead,
-    Loaded,
-    LoadedBlock,
-    LoadFailed,
-    LoadId,
-    LoadRequest,
-)
 from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.row_buffers import RowBuffers
 from icehouse_server.storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -53,19 +51,19 @@ _RATE_WEIGHT = 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What the storage thread is told of a finished load."""
+class ReadReport:
+    """What the storage thread is told of a finished order to read, so that its place is free again."""
 
-    block_count: int
-    failures: tuple[BlockFailure, ...]
-    read_bytes: int
+    block_count: int = 0
+    failures: tuple[Failure, ...] = ()
+    read_bytes: int = 0
 
 
 class Reading:
     """An order on its way through the readers. The engine's thread may abandon it at any time."""
 
-    def __init__(self, load_id: LoadId, *, now: float) -> None:
-        self.load_id = load_id
+    def __init__(self, ticket: Ticket[Any], *, now: float) -> None:
+        self.ticket = ticket
         self.progress_time = now
         """When it was asked for, or a reader last came on with it (`Clock.monotonic`)."""
         self.has_begun = False
@@ -95,32 +93,32 @@ class Reading:
 class HeadJob(Reading):
     """A request for headers on its way."""
 
-    def __init__(self, request: HeadRequest, *, now: float) -> None:
-        super().__init__(request.load_id, now=now)
-        self.request = request
+    def __init__(self, names: Names, *, now: float) -> None:
+        super().__init__(Ticket(), now=now)
+        self.names = names
 
 
 class LoadJob(Reading):
     """One load on its way. Each result slot is written by the one reader that has that block."""
 
-    def __init__(self, request: LoadRequest, *, now: float) -> None:
-        assert request.blocks, f"Load {request.load_id} asks for no block"
-        super().__init__(request.load_id, now=now)
-        # What the request brought is held once, so that it is let go of before the answer.
-        self.request = dataclasses.replace(request, targets=())
-        self.is_own_memory = not request.targets
+    def __init__(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows, *, now: float) -> None:
+        assert blocks, "A load asks for no block"
+        super().__init__(Ticket(), now=now)
+        self.blocks = blocks
+        self.rows = into if isinstance(into, NewRows) else None
+        self.place = None if isinstance(into, NewRows) else into
+        """Held here alone, so that it is let go of before the answer."""
         self.is_shared = False
         """Set by the first block's reader before others get a part."""
-        self.buffers = KvBuffers.of(request) if request.targets else None
-        self.busy_s = [0.0] * len(request.blocks)
+        self.busy_s = [0.0] * len(blocks)
         """What reading each block took, without pauses."""
-        self.results: list[LoadedBlock | BlockFailure | None] = [None] * len(request.blocks)
-        self.tickets = collections.deque(range(len(request.blocks)))
+        self.read_bytes = [0] * len(blocks)
+        self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
+        self.tickets = collections.deque(range(len(blocks)))
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeadReport:
-    """The storage thread is told that a request for headers has left the queue."""
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(result for result in self.results if isinstance(result, Failure))
 
 
 class ReaderPool:
@@ -132,8 +130,8 @@ class ReaderPool:
         *,
         files: Files,
         clock: Clock,
-        post: Callable[[Loaded | LoadFailed | HeadsRead], object],
-        report: Callable[[LoadReport | HeadReport], None],
+        post: Callable[[Ticket[Any]], object],
+        report: Callable[[ReadReport], None],
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
@@ -157,40 +155,42 @@ class ReaderPool:
         self._reader_count = settings.reader_thread_count
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
         self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadJob | None] = queue.SimpleQueue()
-        self._readings: dict[LoadId, Reading] = {}
+        self._readings: dict[AnyTicket, Reading] = {}
         """Orders that readers have yet to end. The engine's thread puts them in."""
         self._progress_time = clock.monotonic()
         """When any reader last came on with anything."""
 
-    def submit(self, request: LoadRequest) -> None:
+    def submit(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded]:
         """Queue a load; bounding it is the caller's part."""
-        job = LoadJob(request, now=self._clock.monotonic())
-        self._readings[job.load_id] = job
+        job = LoadJob(blocks, into, now=self._clock.monotonic())
+        self._readings[job.ticket] = job
         self._work.put((job, 0))
+        return job.ticket
 
-    def submit_heads(self, request: HeadRequest) -> None:
+    def submit_heads(self, names: Names) -> Ticket[tuple[BlockHeader, ...]]:
         """Queue a question for headers; bounding it is the caller's part."""
-        job = HeadJob(request, now=self._clock.monotonic())
-        self._readings[job.load_id] = job
+        job = HeadJob(names, now=self._clock.monotonic())
+        self._readings[job.ticket] = job
         self._work.put(job)
+        return job.ticket
 
-    def silence_s(self, load_id: LoadId) -> float:
+    def silence_s(self, ticket: AnyTicket) -> float:
         """Return for how long no reader has come on with an order, or with any before it is its turn; 0 where
         it was answered. Called by the engine's thread, like `abandon` and `hung_count`."""
-        reading = self._readings.get(load_id)
+        reading = self._readings.get(ticket)
         if reading is None:
             return 0.0
         before_turn_time = 0.0 if reading.has_begun else self._progress_time
         return max(0.0, self._clock.monotonic() - max(reading.progress_time, before_turn_time))
 
-    def abandon(self, load_id: LoadId) -> None:
+    def abandon(self, ticket: AnyTicket) -> None:
         """Stop waiting for an order. What a reader is at cannot be stopped: its memory is let go of when the
         system returns from the read."""
-        reading = self._readings.get(load_id)
+        reading = self._readings.get(ticket)
         if reading is not None and reading.abandon():
-            del self._readings[load_id]
+            del self._readings[ticket]
             if isinstance(reading, LoadJob):
-                reading.buffers = None
+                reading.place = None
 
     @property
     def hung_count(self) -> int:
@@ -238,7 +238,7 @@ class ReaderPool:
         """Begin with an order; False when it was abandoned while it waited."""
         reading, index = (work, 0) if isinstance(work, HeadJob) else work
         if index == 0 and not reading.begin():
-            self._report(HeadReport() if isinstance(reading, HeadJob) else LoadReport(0, (), 0))
+            self._report(ReadReport())
             return False
         self._note_progress(reading)
         return True
@@ -253,27 +253,29 @@ class ReaderPool:
         """Note that a reader has come on; a pause that it makes for others is no silence of the disk."""
         reading.progress_time = self._progress_time = self._clock.monotonic() + pause_s
 
-    def _end(self, reading: Reading) -> None:
-        """Note that the readers have done with an order."""
+    def _end(self, reading: Reading, outcome: Any | None, report: ReadReport) -> None:
+        """Answer an order, unless there is nobody to answer, and note that the readers have done with it."""
+        if outcome is not None:
+            reading.ticket.settle(outcome)
+            self._post(reading.ticket)
         self._progress_time = self._clock.monotonic()
-        self._readings.pop(reading.load_id, None)
+        self._readings.pop(reading.ticket, None)
+        self._report(report)
 
     def _read_heads(self, job: HeadJob) -> None:
         """Answer with the headers that are sound; the others are found out when they are loaded."""
         headers = []
-        for name in job.request.hashes:
+        for name in job.names:
             if job.is_abandoned:
                 break
             self._note_progress(job)
             with contextlib.suppress(BlockFileError, OSError, MemoryError):
                 path = self._paths.block(self._fingerprint, name)
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
-        self._post(HeadsRead(job.load_id, tuple(headers)))
-        self._end(job)
-        self._report(HeadReport())
+        self._end(job, tuple(headers), ReadReport())
 
     def _read(self, job: LoadJob, index: int) -> None:
-        planned = job.request.blocks[index]
+        planned = job.blocks[index]
         began_s = self._clock.monotonic()
         pace = ReadPace(
             self._clock,
@@ -285,7 +287,7 @@ class ReaderPool:
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
         try:
-            if not (job.is_abandoned or isinstance(job.results[0], BlockFailure)):
+            if not (job.is_abandoned or isinstance(job.results[0], Failure)):
                 descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
                 checksum = file.header_checksum
                 try:
@@ -296,18 +298,21 @@ class ReaderPool:
                         descriptor,
                         file,
                         planned,
-                        job.buffers,
+                        job.place,
                         pace=pace,
                     )
+                    job.read_bytes[index] = sum(file.region_bytes(kind) for kind in planned.regions)
                 finally:
                     self._files.close(descriptor)
         except BlockFileError as error:
-            job.results[index] = BlockFailure(planned.header.hash, error.damage, str(error), checksum)
+            job.results[index] = Failure(error.damage, str(error), planned.header.hash, checksum)
+        except UnfitLayout as error:
+            job.results[index] = Failure(Damage.LAYOUT, str(error), planned.header.hash, checksum)
         except MemoryError:
-            job.results[index] = BlockFailure(planned.header.hash, Damage.MEMORY, "No memory to read it into")
+            job.results[index] = Failure(Damage.MEMORY, "No memory to read it into", planned.header.hash)
         except OSError as error:
             # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
-            job.results[index] = BlockFailure(planned.header.hash, Damage.IO, f"{path}: {error}")
+            job.results[index] = Failure(Damage.IO, f"{path}: {error}", planned.header.hash)
         pace.end()
         job.busy_s[index] = self._clock.monotonic() - began_s - pace.paused_s
         if not job.is_shared or job.tickets.pop() == 0:
@@ -318,66 +323,43 @@ class ReaderPool:
         return 1.0 if self._has_cores.is_set() else self._share_beside_decode
 
     def _begin(self, job: LoadJob, file: BlockFile) -> None:
-        """Make buffers like the first block if none came along, then let all readers at the others."""
+        """Make buffers like the first block if no memory came along, then let all readers at the others."""
         region = file.region(RegionKind.KV)
-        wants_kv = any(RegionKind.KV in block.regions for block in job.request.blocks)
-        if job.buffers is None and region is not None and wants_kv:
-            job.buffers = KvBuffers.like(
-                region,
-                origin_token_index=job.request.origin_token_index,
-                capacity_token_count=job.request.capacity_token_count,
-            )
+        wants_kv = any(RegionKind.KV in block.regions for block in job.blocks)
+        if job.rows is not None and region is not None and wants_kv:
+            job.place = RowBuffers.like(region.tensors, job.rows)
         job.is_shared = True
-        for index in range(1, len(job.request.blocks)):
+        for index in range(1, len(job.blocks)):
             self._work.put((job, index))
 
     def _deliver(self, job: LoadJob) -> None:
+        failures, place, job.place = job.failures, job.place, None
         if job.is_abandoned:
-            self._drop(job)
+            # What was found to be damaged is told all the same.
+            self._end(job, None, ReadReport(failures=failures))
             return
-        request = job.request
+        tensors = place.tensors if job.rows is not None and isinstance(place, RowBuffers) else ()
+        del place
         loaded: list[LoadedBlock] = []
         for result in job.results:
             if not isinstance(result, LoadedBlock):
                 break
             loaded.append(result)
-        failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
-        tensors = job.buffers.tensors if job.buffers and job.is_own_memory else ()
-        read_bytes = _read_bytes(job, loaded)
-        job.buffers = None
+        read_bytes = sum(job.read_bytes[: len(loaded)])
         # What it would have taken by itself and at full speed: others' loads come in between.
         busy_s = sum(job.busy_s) / min(self._reader_count, len(job.busy_s))
         read_bytes_per_s = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
-        if loaded:
-            last = request.blocks[len(loaded) - 1]
-            self._post(
-                Loaded(
-                    load_id=request.load_id,
-                    tensors=tensors,
-                    blocks=tuple(loaded),
-                    end_token_index=last.header.start_token_index + last.token_count,
-                    failure=failures[0] if failures else None,
-                    read_bytes=read_bytes,
-                    read_bytes_per_s=read_bytes_per_s,
-                )
-            )
-        else:
-            self._post(LoadFailed(request.load_id, failures[0]))
-        self._end(job)
-        self._report(LoadReport(len(loaded), failures, read_bytes))
-
-    def _drop(self, job: LoadJob) -> None:
-        """End a load that nobody waits for; what was found to be damaged is told all the same."""
-        job.buffers = None
-        failures = tuple(result for result in job.results if isinstance(result, BlockFailure))
-        self._end(job)
-        self._report(LoadReport(0, failures, 0))
-
-
-def _read_bytes(job: LoadJob, loaded: list[LoadedBlock]) -> int:
-    """Return the region bytes of the delivered blocks."""
-    own_bytes = sum(region.size_bytes for block in loaded for region in block.regions)
-    if job.buffers is None:
-        return own_bytes
-    row_bytes = sum(t.data.nbytes for t in job.buffers.tensors) // job.buffers.capacity_token_count
-    return own_bytes + row_bytes * sum(block.header.token_count for block in loaded)
+        report = ReadReport(len(loaded), failures, read_bytes)
+        if not loaded:
+            self._end(job, failures[0], report)
+            return
+        last = job.blocks[len(loaded) - 1]
+        outcome = Loaded(
+            blocks=tuple(loaded),
+            end_token_index=last.header.start_token_index + last.token_count,
+            read_bytes=read_bytes,
+            read_bytes_per_s=read_bytes_per_s,
+            tensors=tensors,
+            failure=failures[0] if failures else None,
+        )
+        self._end(job, outcome, report)

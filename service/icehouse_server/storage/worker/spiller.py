@@ -13,23 +13,35 @@ from collections.abc import Callable, Collection
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted, Ticket
 from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block
 from icehouse_server.storage.directory.commit import Writing
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.directory.space import Reclaim
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
-from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
-from icehouse_server.storage.record import BlockRecord
-from icehouse_server.storage.worker.requests import SpillRequest
+from icehouse_server.storage.worker.credit import Meter
 from icehouse_server.storage.worker.stats import StorageCounters
 from icehouse_server.storage.worker.store_state import StoreState
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spill:
+    """A block to persist, whose room in the queue comes back with the outcome."""
+
+    ticket: Ticket[Persisted]
+    block: HostBlock
+    request_id: RequestId | None
+    """Whose work made the block leave RAM."""
+    pinned: bool
+    """Whether its row says from the first that it is kept from eviction."""
+
+
 class Spiller:
-    """A queue of blocks to commit, bounded by the credits that came with them."""
+    """A queue of blocks to commit, bounded by the room that was taken for them."""
 
     def __init__(
         self,
@@ -37,16 +49,18 @@ class Spiller:
         *,
         state: StoreState,
         counters: StorageCounters,
+        meter: Meter,
         clock: Clock,
-        post: Callable[[Outcome], object],
+        finish: Callable[[Ticket[Persisted], Persisted | Failure], None],
     ) -> None:
         self._store = store
         self._state = state
         self._counters = counters
         self._clock = clock
-        self._post = post
+        self._meter = meter
+        self._tell = finish
         self._rate = MovingAverage()
-        self._spills: collections.deque[SpillRequest] = collections.deque()
+        self._spills: collections.deque[Spill] = collections.deque()
         self._prepared: PreparedBlock | None = None
         self._writings: collections.deque[_UnderWay] = collections.deque()
         """The files of the first and perhaps the second spill that waits."""
@@ -66,7 +80,7 @@ class Spiller:
         """Blocks of these that have their outcome; the first accepted are the first settled."""
         return self._counters.spill.persisted_block_total + self._counters.drops.total()
 
-    def add(self, request: SpillRequest) -> None:
+    def add(self, request: Spill) -> None:
         """Accept a block."""
         self._counters.spill.accepted_block_total += 1
         self._spills.append(request)
@@ -107,12 +121,26 @@ class Spiller:
     def _begin_writing(self) -> None:
         block = self._spills[0].block
         if self._store.index.covers(block):
-            self._drop(SpillDropCause.DUPLICATE, stored=self._store.index.get(block.header.hash))
+            self._keep_stored()
         elif not self._state.takes_blocks:
             self._drop(SpillDropCause.WRITES_OFF)
         else:
             self._prepared = self._prepared or prepare_block(block, cipher=self._store.cipher)
             self._write(self._prepared)
+
+    def _keep_stored(self) -> None:
+        """All of the first one is stored: pin it if it is to be."""
+        name = self._spills[0].block.header.hash
+        try:
+            if self._spills[0].pinned:
+                self._store.set_pinned([name], pinned=True)
+        except sqlite3.Error as error:
+            self._refused(error, GROWTH_ALLOWANCE_BYTES)
+            return
+        stored = self._store.index.get(name)
+        assert stored is not None, name.hex()
+        self._counters.drops[SpillDropCause.DUPLICATE] += 1
+        self._finish(Persisted(stored))
 
     def _write(self, prepared: PreparedBlock) -> None:
         size_bytes = prepared.file_bytes
@@ -219,17 +247,18 @@ class Spiller:
         )
         self._drop(SpillDropCause.DISK_FULL)
 
-    def _drop(self, cause: SpillDropCause, *, stored: BlockRecord | None = None) -> None:
+    def _drop(self, cause: SpillDropCause) -> None:
         self._counters.drops[cause] += 1
-        self._finish(SpillDropped(self._spills[0].block.header.hash, cause, stored))
+        self._finish(Failure(cause, self._state.detail, self._spills[0].block.header.hash))
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: Persisted | Failure) -> None:
+        ticket, size_bytes = self._spills[0].ticket, self._spills[0].block.size_bytes
         # The block's buffers are freed here, on the storage thread, before its room is given back.
-        credit = self._spills.popleft().credit
+        self._spills.popleft()
         self._prepared = None
         self._has_retried = False
-        credit.release()
-        self._post(outcome)
+        self._meter.give_back(size_bytes + OVERHEAD_BYTES)
+        self._tell(ticket, outcome)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

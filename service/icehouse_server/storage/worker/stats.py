@@ -17,8 +17,9 @@ from icehouse_server.domain.cache_stats import (
     SpillStats,
     TierStats,
 )
+from icehouse_server.storage.api import Failure
 from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.worker.credit import Meter
+from icehouse_server.storage.worker.credit import Meters
 from icehouse_server.storage.worker.store_state import StoreState
 
 
@@ -32,9 +33,9 @@ class StorageCounters:
     """By this thread; blocks refused for want of credit are the engine's to count."""
 
 
-def note_damage(integrity: IntegrityStats, damage: Damage) -> None:
+def note_damage(integrity: IntegrityStats, failure: Failure) -> None:
     """Account for a block that a load or `verify` could not use."""
-    match damage:
+    match failure.cause:
         case Damage.CHECKSUM:
             integrity.checksum_failure_total += 1
         case Damage.MISMATCH | Damage.HEADER | Damage.LAYOUT | Damage.OTHER_ABI:
@@ -43,7 +44,7 @@ def note_damage(integrity: IntegrityStats, damage: Damage) -> None:
             integrity.missing_file_total += 1
         case Damage.AUTH_TAG:
             integrity.seal_failure_total += 1
-        case Damage.MEMORY:
+        case _:
             pass  # the file is not at fault
 
 
@@ -52,8 +53,7 @@ def storage_stats(
     counters: StorageCounters,
     state: StoreState,
     *,
-    spill_meter: Meter,
-    load_meter: Meter,
+    meters: Meters,
     spill_queue_count: int,
 ) -> CacheStats:
     """Return a copy of what this thread knows; the rest is the engine's to fill.
@@ -67,13 +67,13 @@ def storage_stats(
             counters.spill,
             drops=SpillDrops.of(counters.drops),
             queue_count=spill_queue_count,
-            queue_bytes=spill_meter.outstanding,
-            queue_limit_bytes=spill_meter.limit,
+            queue_bytes=meters.spills.outstanding,
+            queue_limit_bytes=meters.spills.limit,
             written_today_bytes=store.space.written_today_bytes,
             daily_limit_bytes=store.space.daily_limit_bytes,
         ),
         promote=dataclasses.replace(
-            counters.promote, queue_count=load_meter.outstanding, queue_limit=load_meter.limit
+            counters.promote, queue_count=meters.reads.outstanding, queue_limit=meters.reads.limit
         ),
         integrity=dataclasses.replace(
             store.integrity,

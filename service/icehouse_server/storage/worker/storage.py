@@ -1,8 +1,8 @@
-"""Storage: the SSD tier as the engine sees it, calls that never block, answers posted to its mailbox.
+"""Storage: the cold tier on a disk of this machine, a thread that owns it and some that read.
 
 The engine's thread calls the methods; `post` is called on the storage and reader threads and
-must not block. Every queue is bounded: spills by bytes (credit before the copy), loads and
-tasks by count; a call that finds its queue full says so and leaves nothing behind.
+must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count; a call
+that finds its queue full says so and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,34 +10,40 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.domain.blocks import BlockHeader, HostBlock
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import RequestId
 from icehouse_server.errors import StartError
+from icehouse_server.storage.api import (
+    OVERHEAD_BYTES,
+    STALL_LIMIT_S,
+    AnyTicket,
+    KvPlace,
+    Loaded,
+    Names,
+    NewRows,
+    Outcome,
+    Persisted,
+    PlannedBlock,
+    Purged,
+    StorageFailed,
+    Ticket,
+    Verified,
+)
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
-from icehouse_server.storage.messages import Outcome, StorageFailed, TaskId
-from icehouse_server.storage.settings import STALL_LIMIT_S, StorageSettings
-from icehouse_server.storage.worker.credit import Credit, Meter
-from icehouse_server.storage.worker.loop import StorageLoop
-from icehouse_server.storage.worker.reader_pool import ReaderPool
-from icehouse_server.storage.worker.requests import (
-    CloseRequest,
-    ListRequest,
-    PinRequest,
-    PurgeRequest,
-    Request,
-    SpillRequest,
-    StatsRequest,
-    TouchRequest,
-    VerifyRequest,
-)
+from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.worker.credit import Meters
+from icehouse_server.storage.worker.loop import Call, StorageLoop
+from icehouse_server.storage.worker.reader_pool import ReaderPool, ReadReport
+from icehouse_server.storage.worker.spiller import Spill
+from icehouse_server.storage.worker.tasks import list_all, purge, verify
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_Task = TouchRequest | PinRequest | PurgeRequest | VerifyRequest | ListRequest | StatsRequest
+_Result = TypeVar("_Result")
 _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is tried again."""
 _LOCK_TIMEOUT_S = 5.0
@@ -54,7 +60,7 @@ _LOOK_S = 0.1
 
 
 class Storage:
-    """Owns the storage thread, the readers and their queues.
+    """A `ColdTier`: owns the storage thread, the readers and their queues.
 
     The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
     `StorageFailed`. Without threads, `lock`, `open` and `step` do the same work on the caller's.
@@ -78,23 +84,12 @@ class Storage:
         self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._reader_thread_count = settings.reader_thread_count
-        self._task_ids = count(1)
-        self._spill_meter = Meter(settings.spill_queue_limit_bytes)
-        self._load_meter = Meter(settings.load_queue_limit_count)
-        self._task_meter = Meter(settings.task_queue_limit_count)
-        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._meters = Meters.of(settings)
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
+        self._loop = StorageLoop(self._store, inbox=self._inbox, meters=self._meters, clock=clock, post=post)
         self._readers = ReaderPool(
-            settings, files=files, clock=clock, post=post, report=self._inbox.put, cipher=cipher
-        )
-        self._loop = StorageLoop(
-            self._store,
-            inbox=self._inbox,
-            spill_meter=self._spill_meter,
-            load_meter=self._load_meter,
-            task_meter=self._task_meter,
-            clock=clock,
-            post=post,
+            settings, files=files, clock=clock, post=post, report=self._report_read, cipher=cipher
         )
 
     def lock(self) -> None:
@@ -156,101 +151,82 @@ class Storage:
         has_read = self._readers.step()
         return self._loop.step() or has_read
 
-    def try_reserve(self, size_bytes: int) -> Credit | None:
-        """Take room for one block in the spill queue, before it is copied; None when there is none."""
-        return Credit(self._spill_meter, size_bytes) if self._spill_meter.try_take(size_bytes) else None
+    @property
+    def room_bytes(self) -> int:
+        return self._meters.spills.room
 
-    def spill(
-        self, block: HostBlock, credit: Credit, *, pinned: bool = False, request_id: RequestId | None = None
-    ) -> None:
-        """Hand a block over to be persisted, pinned or not; `Persisted` or `SpillDropped` follows.
+    def put(
+        self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
+    ) -> Ticket[Persisted]:
+        is_taken = self._meters.spills.try_take(block.size_bytes + OVERHEAD_BYTES)
+        assert is_taken, f"No room for {block.size_bytes} bytes in the write queue"
+        ticket: Ticket[Persisted] = Ticket()
+        self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
+        return ticket
 
-        `request_id` names the request whose work made the block leave RAM.
-        """
-        assert block.size_bytes <= credit.size_bytes, "Spill larger than its credit"
-        self._inbox.put(SpillRequest(block, credit, request_id, pinned))
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
+        if not self._meters.reads.try_take(1):
+            return None
+        return self._readers.submit(blocks, into)
 
-    def load(self, request: LoadRequest) -> bool:
-        """Have blocks read; `Loaded` or `LoadFailed` follows. False when too many loads wait."""
-        if not self._load_meter.try_take(1):
-            return False
-        self._readers.submit(request)
-        return True
+    def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
+        if not self._meters.reads.try_take(1):
+            return None
+        return self._readers.submit_heads(blocks)
 
-    def leave_cores(self, *, to_decode: bool) -> None:
-        """Let loads take a small share of a core from now on, or all of it; those under way too."""
-        self._readers.leave_cores(to_decode=to_decode)
+    def touch(self, blocks: Names) -> bool:
+        is_taken = self._meters.orders.try_take(1)
+        if is_taken:
+            self._inbox.put(partial(self._loop.touch, blocks))
+        return is_taken
 
-    def read_heads(self, request: HeadRequest) -> bool:
-        """Have headers read; `HeadsRead` follows. False when too many loads wait."""
-        if not self._load_meter.try_take(1):
-            return False
-        self._readers.submit_heads(request)
-        return True
+    def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
+        return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
 
-    def silence_s(self, load_id: LoadId) -> float:
-        """Return for how long no reader has come on with a load or a question for headers; 0 once it was
-        answered."""
-        return self._readers.silence_s(load_id)
+    def delete(self, blocks: Names) -> Ticket[Purged] | None:
+        return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
 
-    def abandon(self, load_id: LoadId) -> None:
-        """Stop waiting for a load or for headers. An answer may follow all the same."""
-        self._readers.abandon(load_id)
+    def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
+        return self._order(lambda ticket: self._loop.begin_check(ticket, verify(self._store, blocks)))
+
+    def names(self, *, block_limit: int) -> Ticket[Names] | None:
+        return self._order(lambda ticket: self._loop.begin_check(ticket, list_all(self._store, block_limit)))
+
+    def stats(self) -> Ticket[CacheStats] | None:
+        return self._order(self._loop.count)
+
+    def abandon(self, ticket: AnyTicket) -> None:
+        self._readers.abandon(ticket)
+
+    def silence_s(self, ticket: AnyTicket) -> float:
+        return self._readers.silence_s(ticket)
 
     @property
     def hung_read_count(self) -> int:
-        """Reads that were abandoned and that the disk has not come back from."""
         return self._readers.hung_count
 
     @property
     def stall_s(self) -> float:
-        """For how long the storage thread has been at one piece of work; 0 while it waits for some."""
         return self._loop.silence_s
 
-    def touch(self, hashes: Iterable[BlockHash]) -> bool:
-        """Note that blocks were used; a chain from its tail to its head. False when too much waits."""
-        return self._send(TouchRequest(tuple(hashes)))
-
-    def pin(self, hashes: Iterable[BlockHash], *, pinned: bool = True) -> TaskId | None:
-        """Protect blocks and their ancestors from eviction, those that are yet to be written from their
-        first moment there, or stop to; `PinsChanged` or `TaskGivenUp` follows. None when too much waits."""
-        task_id = self._next_task_id()
-        return task_id if self._send(PinRequest(task_id, tuple(hashes), pinned=pinned)) else None
-
-    def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
-        """Remove blocks by order; `Evicted`, then `Purged` follow. None when too much waits."""
-        task_id = self._next_task_id()
-        return task_id if self._send(PurgeRequest(task_id, tuple(hashes))) else None
-
-    def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
-        """Read and hash blocks (None: all); `Verified` follows. None when too much waits."""
-        task_id = self._next_task_id()
-        wanted = None if hashes is None else tuple(hashes)
-        return task_id if self._send(VerifyRequest(task_id, wanted)) else None
-
-    def list_stored(self, *, block_limit: int) -> TaskId | None:
-        """Name stored blocks, least recently verified first; `Listed` follows. None when too much waits."""
-        task_id = self._next_task_id()
-        return task_id if self._send(ListRequest(task_id, block_limit)) else None
-
-    def request_stats(self) -> TaskId | None:
-        """Ask for the counters; `StatsAnswer` follows. None when too much waits."""
-        task_id = self._next_task_id()
-        return task_id if self._send(StatsRequest(task_id)) else None
+    def leave_cores(self, *, to_decode: bool) -> None:
+        self._readers.leave_cores(to_decode=to_decode)
 
     def close(self, *, deadline_time: float) -> None:
         """Finish spills until the deadline (`Clock.monotonic`), close the directory and end the threads."""
         self._readers.stop()
-        self._inbox.put(CloseRequest(deadline_time))
+        self._inbox.put(partial(self._loop.close, deadline_time))
 
-    def _send(self, request: _Task) -> bool:
-        if not self._task_meter.try_take(1):
-            return False
-        self._inbox.put(request)
-        return True
+    def _report_read(self, report: ReadReport) -> None:
+        self._inbox.put(partial(self._loop.count_read, report))
 
-    def _next_task_id(self) -> TaskId:
-        return TaskId(next(self._task_ids))
+    def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
+        """Have the storage thread do something for a ticket; None when too much waits."""
+        if not self._meters.orders.try_take(1):
+            return None
+        ticket: Ticket[_Result] = Ticket()
+        self._inbox.put(partial(carry_out, ticket))
+        return ticket
 
     def _run_loop(self, locked: Future[None]) -> None:
         try:

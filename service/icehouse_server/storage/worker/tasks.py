@@ -1,147 +1,96 @@
-"""Tasks: purges and verifications that may be long, done piece by piece."""
+"""Tasks: orders that may take long, done piece by piece. Each is a generator that ends with its result."""
 
 from __future__ import annotations
 
 import bisect
-from typing import Protocol
+from collections.abc import Generator
 
 from icehouse_server.domain.blocks import Damage
-from icehouse_server.storage.block_facts import BlockFile
+from icehouse_server.storage.api import Failure, Names, Purged, Verified
 from icehouse_server.storage.block_format.damage import BlockFileError
 from icehouse_server.storage.block_format.reader import verify_block
 from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.loads import BlockFailure
-from icehouse_server.storage.messages import Listed, Outcome, Purged, TaskId, Verified
 from icehouse_server.storage.record import BlockRecord
-from icehouse_server.storage.worker.requests import ListRequest, PurgeRequest, VerifyRequest
 from icehouse_server.storage.worker.stats import note_damage
 
 _PURGE_BATCH_COUNT = 64
 
 
-class Task(Protocol):
-    """A piece of ordered work in progress."""
-
-    @property
-    def task_id(self) -> TaskId:
-        """What its outcome will be known by."""
-        ...
-
-    def step(self, store: BlockStore) -> Outcome | None:
-        """Do one piece; return the outcome after the last one."""
-        ...
-
-
-class PurgeTask:
-    """Removes blocks in batches, pinned ones too: an order outranks a pin."""
-
-    def __init__(self, request: PurgeRequest) -> None:
-        self.task_id = request.task_id
-        self._request = request
-        self._left: list[BlockRecord] | None = None
-        self._next = 0
-        self._block_count = 0
-        self._size_bytes = 0
-
-    def step(self, store: BlockStore) -> Outcome | None:
-        """Remove one batch."""
-        if self._left is None:
-            found = (store.index.get(block_hash) for block_hash in self._request.hashes)
-            self._left = [record for record in found if record is not None]
-        batch = self._left[self._next : self._next + _PURGE_BATCH_COUNT]
-        self._next += len(batch)
+def purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
+    """Remove blocks in batches, pinned ones too: an order outranks a pin."""
+    stored = [name for name in names if name in store.index]
+    block_count = size_bytes = 0
+    for start in range(0, len(stored), _PURGE_BATCH_COUNT):
+        if start:
+            yield
         # As they are now: what was replaced meanwhile is removed too, what is gone is gone.
-        found = (store.index.get(record.hash) for record in batch)
+        found = (store.index.get(name) for name in stored[start : start + _PURGE_BATCH_COUNT])
         batch = [record for record in found if record is not None]
         store.purge(batch)
-        self._block_count += len(batch)
-        self._size_bytes += sum(record.file_bytes for record in batch)
-        is_done = self._next >= len(self._left)
-        return Purged(self.task_id, self._block_count, self._size_bytes) if is_done else None
+        block_count += len(batch)
+        size_bytes += sum(record.file_bytes for record in batch)
+    return Purged(block_count, size_bytes)
 
 
-class VerifyTask:
-    """Reads and hashes one file per step and compares it with its row."""
-
-    def __init__(self, request: VerifyRequest) -> None:
-        self.task_id = request.task_id
-        self._request = request
-        self._left: list[BlockRecord] | None = None
-        self._checked_count = 0
-        self._checked_bytes = 0
-        self._damaged: list[BlockFailure] = []
-
-    def step(self, store: BlockStore) -> Outcome | None:
-        """Verify one block."""
-        if self._left is None:
-            asked = self._request.hashes
-            found = (store.index.get(item) for item in asked) if asked is not None else list(store.index)
-            self._left = [record for record in found if record is not None][::-1]
-        if self._left:
-            # One that was evicted meanwhile has nothing left to verify.
-            wanted = self._left.pop().hash
-            record = store.index.get(wanted)
-            if record is not None:
-                self._verify(record, store)
-            store.last_verified = wanted
-        if self._left:
-            return None
-        return Verified(self.task_id, self._checked_count, self._checked_bytes, tuple(self._damaged))
-
-    def _verify(self, record: BlockRecord, store: BlockStore) -> None:
-        try:
-            file = verify_block(
-                store.files, store.paths.block(record.fingerprint, record.hash), cipher=store.cipher
-            )
-            if not record.is_of(file):
-                # Replaced, and its row not made up for yet? Then it is now, and is as its file says.
-                store.check_row(record)
-                record = store.index.get(record.hash) or record
-            check_row(record, file, store)
-        except BlockFileError as error:
-            if error.damage is Damage.MEMORY:
-                return  # nothing was learned of it
-            note_damage(store.integrity, error.damage)
-            failure = BlockFailure(record.hash, error.damage, str(error))
-            self._damaged.append(failure)
-            retire(store, failure)
-        self._checked_count += 1
-        self._checked_bytes += record.file_bytes
+def verify(store: BlockStore, names: Names | None) -> Generator[None, None, Verified]:
+    """Read and hash one file at a time and compare it with its row; None: all of them."""
+    wanted = [record.hash for record in store.index] if names is None else list(names)
+    checked_count = checked_bytes = 0
+    damaged: list[Failure] = []
+    for number, name in enumerate(wanted):
+        if number:
+            yield
+        # One that was evicted meanwhile has nothing left to verify.
+        record = store.index.get(name)
+        if record is None:
+            continue
+        store.last_verified = name
+        failure = _verify(store, record)
+        if failure is not None and failure.cause is Damage.MEMORY:
+            continue  # nothing was learned of it
+        checked_count += 1
+        checked_bytes += record.file_bytes
         store.integrity.verified_block_total += 1
+        if failure is not None:
+            damaged.append(failure)
+            note_damage(store.integrity, failure)
+            retire(store, failure)
+    return Verified(checked_count, checked_bytes, tuple(damaged))
 
 
-class ListTask:
-    """Names the stored blocks, in the order of their hashes and round again: those that were verified last
-    come last. One step."""
-
-    def __init__(self, request: ListRequest) -> None:
-        self.task_id = request.task_id
-        self._block_limit = request.block_limit
-
-    def step(self, store: BlockStore) -> Outcome | None:
-        """Name them."""
-        hashes = sorted(record.hash for record in store.index)
-        start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
-        hashes = [*hashes[start:], *hashes[:start]]
-        return Listed(self.task_id, tuple(hashes[: self._block_limit or None]))
+def list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names]:
+    """Name the stored blocks, in the order of their hashes and round again: those that were verified last
+    come last. One piece."""
+    yield from ()
+    hashes = sorted(record.hash for record in store.index)
+    start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
+    return tuple([*hashes[start:], *hashes[:start]][: block_limit or None])
 
 
-def check_row(record: BlockRecord, file: BlockFile, store: BlockStore) -> None:
-    """Compare a row, its contents included, with what its file says. Raises `BlockFileError`."""
-    if not (record.is_of(file) and store.manifest.holds(file)):
-        raise BlockFileError(Damage.MISMATCH, f"The row of {record.hash.hex()} is not what its file says")
+def _verify(store: BlockStore, record: BlockRecord) -> Failure | None:
+    """Say what is wrong with a stored block."""
+    path = store.paths.block(record.fingerprint, record.hash)
+    try:
+        file = verify_block(store.files, path, cipher=store.cipher)
+        if not record.is_of(file):
+            # Replaced, and its row not made up for yet? Then it is now, and is as its file says.
+            store.check_row(record)
+            record = store.index.get(record.hash) or record
+        if not (record.is_of(file) and store.manifest.holds(file)):
+            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
+    except BlockFileError as error:
+        return Failure(error.damage, str(error), record.hash)
+    return None
 
 
-def retire(store: BlockStore, failure: BlockFailure) -> None:
+def retire(store: BlockStore, failure: Failure) -> None:
     """Take a block that could not be used out of the store. Raises `OSError` or `sqlite3.Error`."""
-    if failure.cause is Damage.MEMORY:
-        return
-    record = store.index.get(failure.hash)
-    if record is None:
+    record = None if failure.hash is None else store.index.get(failure.hash)
+    if record is None or failure.cause is Damage.MEMORY:
         return
     if failure.cause is Damage.MISSING:
         # Replaced meanwhile, it is there again, and is not to be forgotten by those who count.
         if not store.has_file(record):
-            store.drop_missing(failure.hash)
+            store.drop_missing(record.hash)
     elif failure.header_checksum in (None, record.header_checksum):
-        store.quarantine(failure.hash)
+        store.quarantine(record.hash)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_server.storage.api import Loaded, Ticket
 from icehouse_server.storage.block_format.file import GROUP_BYTES
 from icehouse_server.storage.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded
 from icehouse_server.storage.worker.reader_pool import ReaderPool
 
 from tests.fixtures.patience import BOUND_S
@@ -123,7 +123,7 @@ def pool_of(
         dataclasses.replace(served.storage._store.settings, **settings),
         files=files or SlowFiles(clock),
         clock=clock,
-        post=answers.append,
+        post=lambda ticket: answers.append(ticket.outcome),
         report=lambda report: None,
         cipher=None,
         **how,
@@ -141,7 +141,7 @@ def test_loads_are_paced_while_others_decode_and_only_then(tmp_path: Path, besid
         pauses: list[float] = []
         pool = pool_of(served, clock, answers, pause=pauses.append)
         pool.leave_cores(to_decode=beside_decode)
-        pool.submit(plan(blocks))
+        pool.submit(*plan(blocks))
         while pool.step():
             pass
     (loaded,) = answers
@@ -158,21 +158,21 @@ def test_a_pause_for_others_is_no_silence_of_the_disk(tmp_path: Path) -> None:
             served.spill(block)
         clock = ManualClock()
         silences: list[float] = []
-        request = plan(blocks)
+        ticket: Ticket[Loaded] = Ticket()
 
         def pause(seconds: float) -> None:
             clock.advance(seconds)
-            silences.append(pool.silence_s(request.load_id))
+            silences.append(pool.silence_s(ticket))
 
         pool = pool_of(served, clock, [], pause=pause)
         pool.leave_cores(to_decode=True)
-        pool.submit(request)
+        ticket = pool.submit(*plan(blocks))
         clock.advance(2.0)
-        assert pool.silence_s(request.load_id) == 2.0, "nobody has begun"
+        assert pool.silence_s(ticket) == 2.0, "nobody has begun"
         while pool.step():
             pass
     assert silences and set(silences) == {0.0}
-    assert pool.silence_s(request.load_id) == 0.0, "it was answered"
+    assert pool.silence_s(ticket) == 0.0, "it was answered"
 
 
 def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
         settings = {"share_beside_decode": 1e-6}
         pool = pool_of(served, clock, answers, files=Files(clock), settings=settings)
         pool.leave_cores(to_decode=True)
-        pool.submit(plan(blocks))
+        pool.submit(*plan(blocks))
         thread = threading.Thread(target=pool.run, daemon=True)
         thread.start()
         assert reading.wait(BOUND_S)
@@ -227,7 +227,7 @@ def test_the_rate_is_that_of_reading_without_pauses_and_others_loads(tmp_path: P
             pool = pool_of(served, clock, answers, pause=clock.advance)
             pool.leave_cores(to_decode=beside_decode)
             for _ in range(load_count):
-                pool.submit(plan(blocks))
+                pool.submit(*plan(blocks))
             while pool.step():
                 pass
             rates += [answer.read_bytes_per_s for answer in answers]

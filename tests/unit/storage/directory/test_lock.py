@@ -172,7 +172,7 @@ def test_a_folder_that_becomes_a_link_while_the_server_runs_is_never_entered(
         served.storage.verify()
         served.settle()
         served.spill(second)
-        served.storage.evict([first.header.hash])
+        served.storage.delete((first.header.hash,))
         served.settle()
         for _ in range(5):
             served.clock.advance(100)

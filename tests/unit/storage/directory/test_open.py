@@ -168,7 +168,7 @@ def test_numbers_that_nobody_wrote_keep_nothing_from_working(tmp_path: Path, sta
         served.settle()
         assert not served.stats().disk.writes_off_detail
         assert len(served.take_inventory()) == 4
-        served.storage.evict([block.header.hash for block in chain])
+        served.storage.delete(tuple(block.header.hash for block in chain))
         served.settle()
         assert len(served.take_inventory()) == 1
     check_is_clean(tmp_path)
@@ -223,7 +223,7 @@ def test_a_column_that_a_later_version_added_is_left_alone(tmp_path: Path) -> No
     chain = make_chain(3)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)
-        served.storage.pin([chain[0].header.hash])
+        served.storage.pin((chain[0].header.hash,))
         served.settle()
     change(
         tmp_path,

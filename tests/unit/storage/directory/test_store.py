@@ -10,12 +10,12 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.storage.api import Failure
 from icehouse_server.storage.block_format.file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Reclaim, Space
 from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import BlockFailure
 from icehouse_server.storage.record import BlockRecord
 from icehouse_server.storage.worker.tasks import retire
 
@@ -156,12 +156,12 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
     store = open_store(tmp_path)
     record = put(store, prepare_block(block))
     for failure in (
-        BlockFailure(record.hash, Damage.CHECKSUM, "of the file before", header_checksum=1),
-        BlockFailure(record.hash, Damage.MISSING, "between two names"),
+        Failure(Damage.CHECKSUM, "of the file before", record.hash, header_checksum=1),
+        Failure(Damage.MISSING, "between two names", record.hash),
     ):
         retire(store, failure)
         assert record.hash in store.index
-    retire(store, BlockFailure(record.hash, Damage.CHECKSUM, "of this one", record.header_checksum))
+    retire(store, Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
     assert record.hash not in store.index and len(store.quarantined) == 1
     store.close()
     store.unlock()

@@ -7,12 +7,11 @@ import os
 import sqlite3
 
 import pytest
+from icehouse_server.storage.api import Failure, Loaded, Persisted
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.reconcile import Walk
 from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded, LoadFailed
-from icehouse_server.storage.messages import Persisted
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_block, make_chain
@@ -77,7 +76,7 @@ def spill_scenario(served: StorageThread, cipher: Cipher | None) -> None:
 
 def evict_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     served.files.is_armed = True
-    served.storage.evict([make_chain(2, seed=1, cipher=cipher)[1].header.hash])
+    served.storage.delete((make_chain(2, seed=1, cipher=cipher)[1].header.hash,))
     served.settle()
 
 
@@ -85,7 +84,7 @@ def quarantine_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     victim = make_chain(2, seed=1, cipher=cipher)[1]
     os.truncate(served.path(victim), os.path.getsize(served.path(victim)) - 1)
     served.files.is_armed = True
-    served.storage.load(plan([victim]))
+    served.storage.get_into(*plan([victim]))
     served.settle()
 
 
@@ -154,8 +153,8 @@ def assert_whatever_is_known_is_right(served: StorageThread, blocks) -> None:
     known = {record.hash for record in served.take_inventory()}
     for block in blocks:
         if block.header.hash in known:
-            served.storage.load(plan([block], origin=block.header.start_token_index))
-            outcome = next(o for o in served.take() if isinstance(o, Loaded | LoadFailed))
+            served.storage.get_into(*plan([block], origin=block.header.start_token_index))
+            outcome = next(o for o in served.take() if isinstance(o, Loaded | Failure))
             if isinstance(outcome, Loaded):
                 assert_holds(outcome, [block], origin=block.header.start_token_index)
             else:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats
+from icehouse_server.storage.api import Failure, Loaded
 from icehouse_server.storage.directory.data_keys import open_key
 from icehouse_server.storage.directory.manifest import Manifest
 from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded, LoadFailed
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
@@ -70,7 +70,7 @@ def directory(tmp_path: Path) -> Path:
 def test_spilled_and_loaded_after_a_restart(directory: Path) -> None:
     chain = chain_of(CIPHER, checkpoint=True)
     with server_of(directory) as served:
-        assert served.storage.load(plan(chain))
+        assert served.storage.get_into(*plan(chain))
         (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
         assert loaded.failure is None
         assert_holds(loaded, chain)
@@ -98,7 +98,7 @@ def test_forged_bytes_are_a_miss_and_counted(directory: Path) -> None:
     with server_of(directory) as served:
         served.settle()
         forge(Path(served.path(chain[1])), flip_at=7)
-        served.storage.load(plan(chain))
+        served.storage.get_into(*plan(chain))
         (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
         stats = served.stats()
         assert [block.header for block in loaded.blocks] == [chain[0].header]
@@ -116,9 +116,9 @@ def test_a_block_in_the_clear_is_not_taken_for_an_encrypted_one(directory: Path,
         planted = Path(forger.path(clear)).read_bytes()
     with server_of(directory) as served:
         Path(served.path(block)).write_bytes(planted)
-        served.storage.load(plan([block]))
-        (failed,) = [outcome for outcome in served.take() if isinstance(outcome, LoadFailed)]
-    assert failed.failure.cause is Damage.AUTH_TAG
+        served.storage.get_into(*plan([block]))
+        (failed,) = [outcome for outcome in served.take() if isinstance(outcome, Failure)]
+    assert failed.cause is Damage.AUTH_TAG
 
 
 @pytest.mark.parametrize("cipher", [None, OTHER_CIPHER], ids=["no key", "another key"])
@@ -151,12 +151,12 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, cipher: Cipher 
         assert served.stats().integrity.damaged_block_total == 0
         mine = chain_of(cipher, 1)
         served.spill(*mine)
-        served.storage.load(plan(mine))
+        served.storage.get_into(*plan(mine))
         assert any(isinstance(outcome, Loaded) for outcome in served.take())
     check_is_clean(directory)
     with server_of(directory) as served:
         assert known(served) == [True] * 3
-        served.storage.load(plan(chain))
+        served.storage.get_into(*plan(chain))
         (loaded,) = [outcome for outcome in served.take() if isinstance(outcome, Loaded)]
         assert_holds(loaded, chain)
 
@@ -230,6 +230,6 @@ def test_a_directory_deleted_under_a_server_is_readable_after_its_next_start(tmp
     assert again.key_id == cipher.key_id
     with server_of(directory, again) as served:
         served.take()
-        served.storage.load(plan(blocks))
+        served.storage.get_into(*plan(blocks))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert_holds(loaded, blocks)

@@ -10,23 +10,22 @@ import sqlite3
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.loads import Loaded, LoadFailed
-from icehouse_server.storage.messages import (
+from icehouse_server.storage.api import (
     Evicted,
-    Health,
+    Failure,
     Inventory,
+    Loaded,
     Persisted,
     Purged,
-    SpillDropped,
-    TaskGivenUp,
+    Trouble,
     Verified,
 )
+from icehouse_server.storage.directory.manifest import Manifest
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import VERBS, FaultyFiles
 from tests.fixtures.storage.loading import assert_holds, plan
-from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, drops
 from tests.unit.storage.worker.test_crash import check_is_clean
 
 
@@ -36,13 +35,13 @@ def use_everything(served: StorageThread, blocks) -> None:
         served.spill(block)
         served.clock.advance(100)
         served.settle()
-    served.storage.load(plan(blocks))
-    served.storage.touch([block.header.hash for block in blocks])
+    served.storage.get_into(*plan(blocks))
+    served.storage.touch(tuple(block.header.hash for block in blocks))
     served.clock.advance(100)
     served.settle()
     served.storage.verify()
     served.settle()
-    served.storage.evict([blocks[-1].header.hash])
+    served.storage.delete((blocks[-1].header.hash,))
     served.settle()
     served.clock.advance(100)
     served.settle()
@@ -82,7 +81,7 @@ def test_each_verb_failing_once(tmp_path, verb, error_number):
 
 def assert_every_spill_has_one_outcome(outcomes, chain, stats) -> None:
     persisted = [o.record.hash for o in outcomes if isinstance(o, Persisted)]
-    dropped = [o.hash for o in outcomes if isinstance(o, SpillDropped)]
+    dropped = [o.hash for o in drops(outcomes)]
     assert sorted(persisted + dropped) == sorted(block.header.hash for block in chain)
     assert stats.spill.accepted_block_total == 3
     assert stats.spill.persisted_block_total == len(persisted)
@@ -100,15 +99,13 @@ def test_a_full_disk_evicts_once_then_stops_until_there_is_space(tmp_path):
         served.spill(new, later)
         outcomes = served.take()
         assert Evicted((old.header.hash,)) in outcomes
-        drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
-        assert drops == [SpillDropCause.DISK_FULL, SpillDropCause.WRITES_OFF]
-        (health,) = (o for o in outcomes if isinstance(o, Health))
-        assert not health.writes_enabled and "full" in health.detail
+        assert [o.cause for o in drops(outcomes)] == [SpillDropCause.DISK_FULL, SpillDropCause.WRITES_OFF]
+        assert "full" in served.stats().disk.writes_off_detail
         assert files.calls["write"] == 2
         files.is_armed = False
         served.clock.advance(5)
         served.spill(later)
-        assert [type(o) for o in served.take()] == [Health, Persisted]
+        assert [type(o) for o in served.take()] == [Persisted]
 
 
 def test_one_enospc_is_cured_by_evicting(tmp_path):
@@ -137,21 +134,21 @@ def test_a_deleted_directory_is_made_anew(tmp_path):
         served.spill(first)
         served.take()
         shutil.rmtree(directory)
-        served.storage.load(plan([first]))
+        served.storage.get_into(*plan([first]))
         served.spill(second)
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.MISSING
-        assert next(o for o in outcomes if isinstance(o, SpillDropped)).cause in (
+        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.MISSING
+        assert drops(outcomes)[0].cause in (
             SpillDropCause.WRITE_FAILED,
             SpillDropCause.WRITES_OFF,
         )
-        assert not next(o for o in outcomes if isinstance(o, Health)).writes_enabled
+        assert served.stats().disk.writes_off_detail
         served.clock.advance(100)
         served.spill(second)
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Inventory, Health, Persisted]
+        assert [type(o) for o in outcomes] == [Inventory, Persisted]
         assert outcomes[0].records == ()
-        served.storage.load(plan([second]))
+        served.storage.get_into(*plan([second]))
         assert_holds(served.take()[0], [second])
     check_is_clean(directory)
 
@@ -160,14 +157,14 @@ def test_a_read_only_directory_leaves_the_tier_off_but_alive(tmp_path):
     files = FaultyFiles("create", 1, errno.EROFS, times=10_000)
     files.is_armed = True
     with StorageThread(tmp_path, files=files) as served:
-        assert [type(o) for o in served.take()] == [Inventory, Health]
+        assert [type(o) for o in served.take()] == [Inventory]
         served.spill(make_block())
         assert served.take()[0].cause is SpillDropCause.WRITES_OFF
         assert "Read-only" in served.stats().disk.writes_off_detail
         served.clock.advance(3600)
         files.is_armed = False
         served.spill(make_block())
-        assert [type(o) for o in served.take()] == [Inventory, Health, Persisted]
+        assert [type(o) for o in served.take()] == [Inventory, Persisted]
 
 
 def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
@@ -177,13 +174,14 @@ def test_orders_to_a_directory_given_up_are_answered_at_once(tmp_path):
         files.is_armed = True
         served.spill(make_block())
         served.take()
-        ids = [
+        tickets = [
             served.storage.verify(),
-            served.storage.evict([make_block().header.hash]),
-            served.storage.list_stored(block_limit=0),
+            served.storage.delete((make_block().header.hash,)),
+            served.storage.names(block_limit=0),
         ]
-        outcomes = served.take()
-        assert [o.task_id for o in outcomes if isinstance(o, TaskGivenUp)] == ids
+        served.settle()
+        outcomes = [ticket.outcome for ticket in tickets if ticket is not None]
+        assert len(outcomes) == 3 and all(isinstance(o, Failure) for o in outcomes)
         assert all("nothing is written until" in o.detail for o in outcomes)
         assert served.storage.verify() is not None, "their places in the queue were not given back"
 
@@ -201,12 +199,12 @@ def test_a_manifest_that_fails_at_run_time_is_opened_anew(tmp_path, monkeypatch)
             patch.setattr("icehouse_server.storage.directory.manifest.Manifest.insert", refuse)
             served.spill(blocks[1])
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [SpillDropped, Health]
+        assert [type(o) for o in outcomes] == [Failure]
         assert not os.path.exists(served.path(blocks[1]))
         served.clock.advance(100)
         served.spill(blocks[2])
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Inventory, Health, Persisted]
+        assert [type(o) for o in outcomes] == [Inventory, Persisted]
         assert [record.hash for record in outcomes[0].records] == [blocks[0].header.hash]
 
 
@@ -217,9 +215,9 @@ def test_a_read_error_is_a_miss(tmp_path):
         served.spill(block)
         served.take()
         files.is_armed = True
-        served.storage.load(plan([block]))
+        served.storage.get_into(*plan([block]))
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.IO
+        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.IO
         assert Evicted((block.header.hash,)) in outcomes
 
 
@@ -235,14 +233,14 @@ def test_a_process_short_of_descriptors_or_memory_loses_no_block(tmp_path, error
         served.spill(block)
         served.take()
         files.is_armed = True
-        served.storage.load(plan([block]))
+        served.storage.get_into(*plan([block]))
         served.storage.verify()
         outcomes = served.take()
-        assert next(o for o in outcomes if isinstance(o, LoadFailed)).failure.cause is Damage.MEMORY
+        assert next(o for o in outcomes if isinstance(o, Failure)).cause is Damage.MEMORY
         verified = next(o for o in outcomes if isinstance(o, Verified))
         assert (verified.checked_count, verified.damaged) == (0, ())
         assert not any(isinstance(o, Evicted) for o in outcomes) and files.failed_count == 2
-        served.storage.load(plan([block]))
+        served.storage.get_into(*plan([block]))
         assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), [block])
     check_is_clean(tmp_path)
 
@@ -259,7 +257,7 @@ def test_a_start_that_cannot_look_into_files_puts_none_of_them_aside(tmp_path, e
     files = FaultyFiles("open", 2, error_number)
     files.is_armed = True
     with StorageThread(tmp_path, files=files) as served:
-        assert [type(o) for o in served.take()] == [Inventory, Health]
+        assert [type(o) for o in served.take()] == [Inventory]
         assert os.path.exists(path), "put aside unseen"
         served.clock.advance(100)
         served.settle()
@@ -272,7 +270,7 @@ def test_a_directory_that_could_not_be_locked_is_not_touched_until_it_is(tmp_pat
     files.is_armed = True
     served = StorageThread(tmp_path, files=files)
     with served:
-        assert [type(o) for o in served.take()] == [Inventory, Health]
+        assert [type(o) for o in served.take()] == [Inventory]
         assert os.listdir(tmp_path) == []
         with StorageThread(tmp_path) as other:
             served.clock.advance(100)
@@ -295,8 +293,7 @@ def test_a_manifest_without_a_page_for_a_row_gives_nothing_up(tmp_path):
         connection.execute(f"PRAGMA max_page_count = {pages}")
         served.spill(*(make_block(seed=seed) for seed in range(100, 130)))
         outcomes = served.take()
-        drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
-        assert drops[0] is SpillDropCause.DISK_FULL
+        assert drops(outcomes)[0].cause is SpillDropCause.DISK_FULL
         assert any(isinstance(o, Evicted) for o in outcomes)
         connection.execute(f"PRAGMA max_page_count = {10 * pages}")
         served.clock.advance(100)
@@ -317,25 +314,26 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
     stored = make_chain(3)
     with StorageThread(tmp_path) as served:
         served.spill(*stored)
-        served.storage.touch([stored[0].header.hash])
+        served.storage.touch((stored[0].header.hash,))
         served.take()
         with monkeypatch.context() as patch:
             for verb in ("insert", "delete", "touch", "set_pinned"):
                 patch.setattr(f"icehouse_server.storage.directory.manifest.Manifest.{verb}", full_error)
             served.spill(make_block(seed=50), make_block(seed=51))
             served.clock.advance(6)
-            served.storage.pin([stored[0].header.hash])
+            served.storage.pin((stored[0].header.hash,))
             outcomes = served.take()
-            drops = [o.cause for o in outcomes if isinstance(o, SpillDropped)]
-            assert drops[0] is SpillDropCause.DISK_FULL and not any(isinstance(o, Evicted) for o in outcomes)
+            assert drops(outcomes)[0].cause is SpillDropCause.DISK_FULL and not any(
+                isinstance(o, Evicted) for o in outcomes
+            )
             assert "full" in served.stats().disk.writes_off_detail
             assert len(served.storage._store.index) == 3
-            served.storage.load(plan(stored))
+            served.storage.get_into(*plan(stored))
             assert_holds(next(o for o in served.take() if isinstance(o, Loaded)), stored)
         served.clock.advance(100)
         served.spill(make_block(seed=52))
         outcomes = served.take()
-        assert [type(o) for o in outcomes] == [Health, Persisted], "no walk, no new inventory"
+        assert [type(o) for o in outcomes] == [Persisted], "no walk, no new inventory"
     with StorageThread(tmp_path) as served:
         hits = {record.hash: record.hit_count for record in served.take_inventory()}
         assert len(hits) == 4 and hits[stored[0].header.hash] == 1
@@ -346,13 +344,13 @@ def test_a_pin_that_is_given_up_is_not_in_the_row_of_a_block_on_its_way(tmp_path
     stored, block = make_chain(2)
     with StorageThread(tmp_path) as served:
         served.spill(stored)
-        served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+        served.storage.put(block)
         served.storage.step()
         with monkeypatch.context() as patch:
             patch.setattr("icehouse_server.storage.directory.manifest.Manifest.set_pinned", full_error)
-            served.storage.pin([stored.header.hash, block.header.hash])
+            served.storage.pin((stored.header.hash, block.header.hash))
             outcomes = served.take()
-        assert any(isinstance(o, TaskGivenUp) for o in outcomes)
+        assert any(isinstance(o, Failure) and o.cause is Trouble.UNUSABLE for o in outcomes)
         assert outcomes[-1].record.hash == block.header.hash and not outcomes[-1].record.pinned
 
 
@@ -371,12 +369,12 @@ def test_a_quota_that_is_used_up_is_a_full_disk_though_sqlite_calls_it_an_error(
             patch.setattr("icehouse_server.storage.directory.manifest.Manifest.insert", refuse)
             served.spill(make_block(seed=50))
         outcomes = served.take()
-        assert [o.cause for o in outcomes if isinstance(o, SpillDropped)] == [SpillDropCause.DISK_FULL]
+        assert [o.cause for o in drops(outcomes)] == [SpillDropCause.DISK_FULL]
         assert any(isinstance(o, Evicted) for o in outcomes), "nothing was evicted for it"
         files.is_armed = False
         served.clock.advance(100)
         served.spill(make_block(seed=51))
-        assert [type(o) for o in served.take()] == [Health, Persisted]
+        assert [type(o) for o in served.take()] == [Persisted]
     check_is_clean(tmp_path)
 
 
@@ -394,7 +392,7 @@ def test_rows_are_deleted_in_the_space_of_the_ballast(tmp_path, monkeypatch):
             delete(self, hashes)
 
         monkeypatch.setattr(Manifest, "delete", needs_space)
-        served.storage.evict([stored[2].header.hash])
+        served.storage.delete((stored[2].header.hash,))
         assert [type(o) for o in served.take()] == [Evicted, Purged]
         monkeypatch.undo()
         served.clock.advance(10)

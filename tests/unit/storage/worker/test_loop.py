@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.storage.messages import (
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import (
     Evicted,
     Inventory,
     Persisted,
     Purged,
-    StatsAnswer,
-    TaskId,
     Verified,
 )
-from icehouse_server.storage.worker.requests import PurgeRequest
-from icehouse_server.storage.worker.tasks import PurgeTask
+from icehouse_server.storage.worker.tasks import purge
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -29,9 +29,7 @@ def keep_spilling(served: StorageThread) -> Iterator[HostBlock]:
     blocks = (make_block(seed=1_000 + number) for number in range(400))
     waiting: list[HostBlock] = []
     for block in blocks:
-        credit = served.storage.try_reserve(block.size_bytes)
-        assert credit is not None
-        served.storage.spill(block, credit)
+        served.storage.put(block)
         waiting.append(block)
         while len(served.storage._loop._spiller) + served.storage._inbox.qsize() > 2:
             served.storage.step()
@@ -45,21 +43,18 @@ def test_an_order_is_done_while_spills_keep_coming(tmp_path):
         spilling = keep_spilling(served)
         for _ in range(5):
             next(spilling)
-        task_id = served.storage.evict([stored[-1].header.hash])
+        ticket = served.storage.delete((stored[-1].header.hash,))
         for _ in range(8):
             next(spilling)
-        done = [o for o in served.outcomes if isinstance(o, Purged)]
-        assert [(o.task_id, o.block_count) for o in done] == [(task_id, 1)]
+        assert ticket is not None and isinstance(ticket.outcome, Purged) and ticket.outcome.block_count == 1
 
 
 def test_an_order_comes_after_the_spills_accepted_before_it(tmp_path):
     blocks = [make_block(seed=seed) for seed in range(3)]
     with StorageThread(tmp_path) as served:
         for block in blocks:
-            credit = served.storage.try_reserve(block.size_bytes)
-            assert credit is not None
-            served.storage.spill(block, credit)
-        served.storage.evict([block.header.hash for block in blocks])
+            served.storage.put(block)
+        served.storage.delete(tuple(block.header.hash for block in blocks))
         outcomes = [o for o in served.take() if not isinstance(o, Inventory)]
         assert [type(o) for o in outcomes] == [Persisted] * 3 + [Evicted, Purged]
         assert outcomes[-1].block_count == 3 and len(served.storage._store.index) == 0
@@ -71,7 +66,7 @@ def test_an_eviction_does_not_wait_for_a_verification_of_everything(tmp_path):
         served.spill(*stored)
         served.take()
         served.storage.verify()
-        served.storage.evict([stored[-1].header.hash])
+        served.storage.delete((stored[-1].header.hash,))
         outcomes = [type(o) for o in served.take()]
         assert outcomes == [Evicted, Purged, Verified]
 
@@ -81,7 +76,7 @@ def test_uses_are_written_while_spills_keep_coming(tmp_path):
     with StorageThread(tmp_path) as served:
         served.spill(stored)
         spilling = keep_spilling(served)
-        served.storage.touch([stored.header.hash])
+        served.storage.touch((stored.header.hash,))
         for _ in range(5):
             next(spilling)
         served.clock.advance(10)
@@ -91,34 +86,27 @@ def test_uses_are_written_while_spills_keep_coming(tmp_path):
         assert {row.hash: row.hit_count for row in rows}[stored.header.hash] == 1
 
 
-def test_a_purge_of_many_looks_at_each_block_once(tmp_path):
+def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
     stored = make_chain(3 * 64 + 5)
     with StorageThread(tmp_path) as served:
         served.spill(*stored)
         served.take()
-        copied = []
-
-        class Counted(list):
-            def __getitem__(self, index):
-                got = super().__getitem__(index)
-                copied.append(len(got))
-                return got
-
-        task = PurgeTask(PurgeRequest(TaskId(7), tuple(block.header.hash for block in stored)))
-        assert task.step(served.storage._store) is None
-        task._left = Counted(task._left)
-        while task.step(served.storage._store) is None:
-            pass
-        assert sum(copied) == len(stored) - 64
+        looked: Counter[BlockHash] = Counter()
+        index = served.storage._store.index
+        get = index.get
+        monkeypatch.setattr(index, "get", lambda name: looked.update([name]) or get(name))
+        pieces = list(purge(served.storage._store, tuple(block.header.hash for block in stored)))
+        assert len(pieces) == 3 and len(index) == 0
+        assert set(looked.values()) == {1} and len(looked) == len(stored)
 
 
 def test_whoever_asks_for_the_counters_at_once_gets_one_count(tmp_path):
     with StorageThread(tmp_path) as served:
         served.take()
-        ids = [served.storage.request_stats() for _ in range(10)]
-        answers = [o for o in served.take() if isinstance(o, StatsAnswer)]
-        assert [o.task_id for o in answers] == ids
-        assert len({id(o.stats) for o in answers}) == 1
+        tickets = [served.storage.stats() for _ in range(10)]
+        served.settle()
+        assert len({id(ticket.outcome) for ticket in tickets if ticket is not None}) == 1
+        assert all(ticket is not None and isinstance(ticket.outcome, CacheStats) for ticket in tickets)
 
 
 def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -128,10 +116,8 @@ def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypat
         served.spill(*chain)
     with StorageThread(tmp_path) as served:
         assert [type(o) for o in served.outcomes] == [Inventory], "the start waits for one part only"
-        served.storage.evict([chain[-1].header.hash])
-        credit = served.storage.try_reserve(1 << 20)
-        assert credit is not None
-        served.storage.spill(make_block(seed=99), credit)
+        served.storage.delete((chain[-1].header.hash,))
+        served.storage.put(make_block(seed=99))
         outcomes = served.take()
         parts = [o for o in outcomes if isinstance(o, Inventory)]
         assert [(part.is_first, part.is_last) for part in parts] == [
@@ -161,9 +147,7 @@ def test_nobody_waits_for_the_rest_of_an_inventory_when_the_disk_fails_between_i
         [first] = served.outcomes
         assert (first.is_first, first.is_last) == (True, False)
         files.is_armed = True
-        credit = served.storage.try_reserve(1 << 20)
-        assert credit is not None
-        served.storage.spill(make_block(seed=99), credit)
+        served.storage.put(make_block(seed=99))
         parts = [o for o in served.take() if isinstance(o, Inventory)]
         # Those whose turn came before the spill's, and one without blocks that nothing follows.
         assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]

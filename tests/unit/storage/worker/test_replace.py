@@ -9,14 +9,13 @@ import sqlite3
 
 import pytest
 from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.storage.api import Evicted, Loaded, Persisted, Verified
 from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.loads import Loaded
-from icehouse_server.storage.messages import Evicted, Persisted, SpillDropped, Verified
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.fixtures.storage.loading import assert_holds, plan
-from tests.fixtures.storage.storage_thread import StorageThread
+from tests.fixtures.storage.storage_thread import StorageThread, drops
 from tests.unit.storage.worker.test_crash import check_is_clean
 from tests.unit.storage.worker.test_storage import flip
 
@@ -30,7 +29,7 @@ def test_the_richer_block_takes_the_place_and_keeps_the_history(tmp_path):
     block = make_block(checkpoint=True)
     with StorageThread(tmp_path) as served:
         served.spill(poorer(block))
-        served.storage.pin([block.header.hash])
+        served.storage.pin((block.header.hash,))
         served.storage.touch([block.header.hash])
         served.take()
         served.spill(block)
@@ -42,11 +41,11 @@ def test_the_richer_block_takes_the_place_and_keeps_the_history(tmp_path):
             == served.storage._store.space.other_bytes() + os.path.getsize(served.path(block))
         )
         served.spill(block, poorer(block))
-        assert [type(o) for o in served.take()] == 2 * [SpillDropped]
+        assert [type(o) for o in served.take()] == 2 * [Persisted]
     check_is_clean(tmp_path)
     with StorageThread(tmp_path) as served:
         served.take()
-        served.storage.load(plan([block]))
+        served.storage.get_into(*plan([block]))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert_holds(loaded, [block])
 
@@ -57,7 +56,7 @@ def test_a_disk_that_refuses_the_name_of_the_richer_one_keeps_it(tmp_path):
     files = FaultyFiles("fsync_dir", 1, errno.EIO)
     with StorageThread(tmp_path, files=files) as served:
         served.spill(poorer(block))
-        served.storage.pin([block.header.hash])
+        served.storage.pin((block.header.hash,))
         served.take()
         files.is_armed = True
         served.spill(block)
@@ -67,7 +66,7 @@ def test_a_disk_that_refuses_the_name_of_the_richer_one_keeps_it(tmp_path):
         (record,) = served.storage._store.index
         assert record.checkpoint_bytes > 0 and record.pinned
         assert served.stats().integrity.quarantined_block_total == 0
-        served.storage.load(plan([block]))
+        served.storage.get_into(*plan([block]))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert_holds(loaded, [block])
     check_is_clean(tmp_path)
@@ -116,7 +115,7 @@ def test_a_disk_that_refuses_the_richer_one_keeps_the_other(tmp_path, verb):
         served.spill(block)
         outcomes = served.take()
         assert files.failed_count == 1
-        assert [o.hash for o in outcomes if isinstance(o, SpillDropped)] == [block.header.hash]
+        assert [o.hash for o in drops(outcomes)] == [block.header.hash]
         assert not any(isinstance(o, Evicted) for o in outcomes)
         served.clock.advance(60)
         served.take()
@@ -131,9 +130,9 @@ def test_what_became_of_the_poorer_one_is_told_before_the_richer_one_is_there(tm
         served.spill(poorer(block))
         served.take()
         flip(served.path(block), os.path.getsize(served.path(block)) - 1)
-        served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+        served.storage.put(block)
         served.storage._loop.step()
-        served.storage.load(plan([poorer(block)]))
+        served.storage.get_into(*plan([poorer(block)]))
         told = [o for o in served.take() if isinstance(o, Evicted | Persisted)]
         assert [type(o) for o in told] == [Evicted, Persisted]
         assert block.header.hash in served.storage._store.index

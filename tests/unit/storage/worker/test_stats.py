@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import AgePercentiles, IntegrityStats
+from icehouse_server.storage.api import Failure
 from icehouse_server.storage.worker.stats import note_damage
 
 from tests.fixtures.storage.blocks import make_block
@@ -44,11 +45,11 @@ def test_what_was_told_is_a_copy_that_nobody_counts_in(tmp_path: Path) -> None:
 def test_each_damage_counts_once_under_its_own_name(name: str, damages: set[Damage]) -> None:
     for damage in damages:
         counted = IntegrityStats()
-        note_damage(counted, damage)
+        note_damage(counted, Failure(damage))
         assert counted == dataclasses.replace(IntegrityStats(), **{name: 1})
 
 
 def test_want_of_memory_is_no_damage_of_the_file() -> None:
     counted = IntegrityStats()
-    note_damage(counted, Damage.MEMORY)
+    note_damage(counted, Failure(Damage.MEMORY))
     assert counted == IntegrityStats()

@@ -9,30 +9,28 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
-from icehouse_server.domain.cache_stats import UNRECORDED_CODE, IntegrityStats, SpillDropCause
-from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded, LoadFailed
-from icehouse_server.storage.messages import (
+from icehouse_server.domain.cache_stats import UNRECORDED_CODE, CacheStats, IntegrityStats, SpillDropCause
+from icehouse_server.storage.api import (
+    OVERHEAD_BYTES,
     Evicted,
-    Health,
+    Failure,
     Inventory,
+    Loaded,
     Persisted,
-    PinsChanged,
     Purged,
-    SpillDropped,
-    StatsAnswer,
     StorageClosed,
     StorageFailed,
     Verified,
 )
+from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.worker.stats import note_damage
 from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
-from tests.fixtures.storage.storage_thread import StorageThread
+from tests.fixtures.storage.storage_thread import StorageThread, drops
 
 
 def test_spill_then_load_gives_the_same_bytes(tmp_path):
@@ -40,7 +38,7 @@ def test_spill_then_load_gives_the_same_bytes(tmp_path):
         chain = make_chain(4, checkpoint=True)
         served.spill(*chain)
         assert [type(o) for o in served.take()] == [Inventory] + [Persisted] * 4
-        assert served.storage.load(plan(chain))
+        assert served.storage.get_into(*plan(chain))
         (loaded,) = served.take()
         assert loaded.failure is None and loaded.end_token_index == 64
         assert [region.kind for region in loaded.blocks[0].regions] == [
@@ -61,7 +59,7 @@ def test_load_after_restart_in_part_and_at_an_offset(tmp_path):
         request = plan(
             chain[1:], last_token_count=5, regions=frozenset({RegionKind.KV}), capacity=40, origin=8
         )
-        served.storage.load(request)
+        served.storage.get_into(*request)
         (loaded,) = served.take()
         assert loaded.end_token_index == 37
         assert all(not block.regions for block in loaded.blocks)
@@ -74,7 +72,7 @@ def test_a_tail_is_loaded_behind_full_blocks(tmp_path):
     with StorageThread(tmp_path) as served:
         served.spill(*chain, tail)
         served.take()
-        served.storage.load(plan([*chain, tail]))
+        served.storage.get_into(*plan([*chain, tail]))
         (loaded,) = served.take()
         assert loaded.end_token_index == 35
         assert_holds(loaded, [*chain, tail])
@@ -91,17 +89,18 @@ def flip(path: str, position: int) -> None:
 def damage_of(served: StorageThread, block: HostBlock) -> Damage:
     """Load a damaged block and return the cause, having checked that it is gone from the tier."""
     served.take()
-    served.storage.load(plan([block]))
+    served.storage.get_into(*plan([block]))
     outcomes = served.take()
-    failed = next(o for o in outcomes if isinstance(o, LoadFailed))
+    failed = next(o for o in outcomes if isinstance(o, Failure))
     assert Evicted((block.header.hash,)) in outcomes
     stats = served.stats()
     found = stats.integrity
     assert stats.ssd.block_count == 0 and found.quarantined_block_total == found.quarantined_file_count == 1
     counted = IntegrityStats()
-    note_damage(counted, failed.failure.cause)
+    note_damage(counted, failed)
     assert found.damaged_block_total == counted.damaged_block_total == 1
-    return failed.failure.cause
+    assert isinstance(failed.cause, Damage)
+    return failed.cause
 
 
 @pytest.mark.parametrize(
@@ -148,9 +147,9 @@ def test_a_swapped_file_is_seen(tmp_path):
         served.spill(block, other)
         os.replace(served.path(other), served.path(block))
         served.take()
-        served.storage.load(plan([block]))
-        served.storage.load(plan([other]))
-        causes = [o.failure.cause for o in served.take() if isinstance(o, LoadFailed)]
+        served.storage.get_into(*plan([block]))
+        served.storage.get_into(*plan([other]))
+        causes = [o.cause for o in served.take() if isinstance(o, Failure)]
         assert causes == [Damage.MISMATCH, Damage.MISSING]
         assert served.stats().ssd.block_count == 0
 
@@ -161,7 +160,7 @@ def test_the_verified_beginning_of_a_damaged_chain_is_delivered(tmp_path):
         served.spill(*chain)
         flip(served.path(chain[2]), os.path.getsize(served.path(chain[2])) - 1)
         served.take()
-        served.storage.load(plan(chain))
+        served.storage.get_into(*plan(chain))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert loaded.failure.hash == chain[2].header.hash and loaded.failure.cause is Damage.CHECKSUM
         assert loaded.end_token_index == 32
@@ -174,7 +173,7 @@ def test_layers_that_do_not_fit_together_are_refused(tmp_path):
     with StorageThread(tmp_path) as served:
         served.spill(first, second)
         served.take()
-        served.storage.load(plan([first, second]))
+        served.storage.get_into(*plan([first, second]))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert loaded.failure.cause is Damage.LAYOUT and len(loaded.blocks) == 1
 
@@ -184,11 +183,9 @@ def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
     with StorageThread(tmp_path, limit_bytes=5 << 20) as served:
         served.spill(block, block, large)
         outcomes = served.take()
-        (record,) = (o.record for o in outcomes if isinstance(o, Persisted))
-        assert [o for o in outcomes if isinstance(o, SpillDropped)] == [
-            SpillDropped(block.header.hash, SpillDropCause.DUPLICATE, stored=record),
-            SpillDropped(large.header.hash, SpillDropCause.DISK_FULL),
-        ]
+        first, again = (o for o in outcomes if isinstance(o, Persisted))
+        assert first.record == again.record, "it was there already"
+        assert drops(outcomes) == [Failure(SpillDropCause.DISK_FULL, hash=large.header.hash)]
         stats = served.stats()
         assert (stats.spill.accepted_block_total, stats.spill.persisted_block_total) == (3, 1)
         assert sum(drop.block_total for drop in stats.spill.drops) == 2
@@ -199,16 +196,17 @@ def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
 
 def test_credit_bounds_what_waits(tmp_path):
     block = make_block()
-    with StorageThread(tmp_path, spill_queue_limit_bytes=2 * block.size_bytes) as served:
-        first, second = (served.storage.try_reserve(block.size_bytes) for _ in range(2))
-        assert served.storage.try_reserve(1) is None
-        second.cancel()
-        assert served.storage.try_reserve(block.size_bytes) is not None
-        served.storage.spill(block, first)
-        assert served.storage.try_reserve(1) is None
-        assert served.storage.try_reserve(block.size_bytes) is None
+    size_bytes = block.size_bytes + OVERHEAD_BYTES
+    with StorageThread(tmp_path, spill_queue_limit_bytes=2 * size_bytes) as served:
+        assert served.storage.room_bytes == 2 * size_bytes
+        served.storage.put(block)
+        assert served.storage.room_bytes == size_bytes
+        served.storage.put(block)
+        assert served.storage.room_bytes == 0
+        with pytest.raises(AssertionError, match="No room"):
+            served.storage.put(block)
         served.settle()
-        assert served.storage.try_reserve(block.size_bytes) is not None
+        assert served.storage.room_bytes == 2 * size_bytes
 
 
 def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
@@ -216,12 +214,10 @@ def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
     served = StorageThread(tmp_path, daily_write_limit_bytes=8000)
     with served:
         served.spill(*blocks[:3])
-        assert [o.cause for o in served.take() if isinstance(o, SpillDropped)] == [
-            SpillDropCause.DAILY_BUDGET
-        ]
+        assert [o.cause for o in drops(served.take())] == [SpillDropCause.DAILY_BUDGET]
     with StorageThread(tmp_path, clock=served.clock, daily_write_limit_bytes=8000) as again:
         again.spill(blocks[2])
-        assert [o.cause for o in again.take() if isinstance(o, SpillDropped)] == [SpillDropCause.DAILY_BUDGET]
+        assert [o.cause for o in drops(again.take())] == [SpillDropCause.DAILY_BUDGET]
         again.clock.advance(86_400)
         again.spill(blocks[2])
         assert [type(o) for o in again.take()] == [Persisted]
@@ -232,7 +228,7 @@ def test_evict_and_verify(tmp_path):
     foreign = make_block(seed=9, fingerprint=OTHER_FINGERPRINT)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)
-        served.storage.evict([chain[2].header.hash])
+        served.storage.delete((chain[2].header.hash,))
         evicted, purged = served.take()[-2:]
         assert evicted == Evicted((chain[2].header.hash,)) and (purged.block_count, type(purged)) == (
             1,
@@ -243,9 +239,9 @@ def test_evict_and_verify(tmp_path):
         verified = next(o for o in served.take() if isinstance(o, Verified))
         assert verified.checked_count == 2
         assert [failure.cause for failure in verified.damaged] == [Damage.CHECKSUM]
-        served.storage.evict([foreign.header.hash])
+        served.storage.delete((foreign.header.hash,))
         assert served.take()[-1].block_count == 0
-        served.storage.evict([block.header.hash for block in chain])
+        served.storage.delete(tuple(block.header.hash for block in chain))
         assert served.take()[-1].block_count == 1
         assert os.listdir(os.path.dirname(served.path(chain[0]))) == []
 
@@ -257,37 +253,33 @@ def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_pa
     limit_bytes = LOG_ALLOWANCE_BYTES + 7 * first.size_bytes // 4
     with StorageThread(tmp_path, limit_bytes=limit_bytes) as served:
         for block in (first, second):
-            credit = served.storage.try_reserve(block.size_bytes)
-            assert credit is not None
-            served.storage.spill(block, credit, pinned=block is first and order == "with it")
+            served.storage.put(block, pinned=block is first and order == "with it")
         if order == "behind it":
-            served.storage.pin([first.header.hash])
+            served.storage.pin((first.header.hash,))
         outcomes = served.take()
         assert [o.record.pinned for o in outcomes if isinstance(o, Persisted)] == [True]
-        assert [o.hash for o in outcomes if isinstance(o, SpillDropped)] == [second.header.hash]
+        assert [o.hash for o in drops(outcomes)] == [second.header.hash]
         assert not any(isinstance(o, Evicted) for o in outcomes)
-        served.storage.pin([first.header.hash], pinned=False)
+        served.storage.pin((first.header.hash,), pinned=False)
         served.spill(third)
-        assert [type(o) for o in served.take()] == [PinsChanged, Evicted, Persisted]
+        assert [type(o) for o in served.take()] == [tuple, Evicted, Persisted]
 
 
 def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
     block = make_block()
     with StorageThread(tmp_path) as served:
-        credit = served.storage.try_reserve(block.size_bytes)
-        assert credit is not None
-        served.storage.spill(block, credit, pinned=True)
-        served.storage.pin([block.header.hash], pinned=False)
+        served.storage.put(block, pinned=True)
+        served.storage.pin((block.header.hash,), pinned=False)
         assert [o.record.pinned for o in served.take() if isinstance(o, Persisted)] == [False]
 
 
 def test_a_full_queue_of_tasks_refuses(tmp_path):
     with StorageThread(tmp_path, task_queue_limit_count=2) as served:
-        assert served.storage.touch([]) and served.storage.request_stats() is not None
-        assert not served.storage.touch([])
+        assert served.storage.touch(()) and served.storage.stats() is not None
+        assert not served.storage.touch(())
         assert served.storage.verify() is None
         served.settle()
-        assert served.storage.touch([])
+        assert served.storage.touch(())
 
 
 def test_what_waits_is_dropped_at_the_deadline_of_the_end(tmp_path):
@@ -295,13 +287,13 @@ def test_what_waits_is_dropped_at_the_deadline_of_the_end(tmp_path):
     with StorageThread(tmp_path) as served:
         served.take()
         for block in blocks:
-            served.storage.spill(block, served.storage.try_reserve(block.size_bytes))
+            served.storage.put(block)
         served.storage.close(deadline_time=served.clock.monotonic() + 5)
         served.storage.step()
         served.clock.advance(6)
         served.settle()
-        outcomes = [o for o in served.outcomes if not isinstance(o, Health)]
-        assert [type(o) for o in outcomes] == [Persisted, SpillDropped, SpillDropped, StorageClosed]
+        outcomes = served.outcomes
+        assert [type(o) for o in outcomes] == [Persisted, Failure, Failure, StorageClosed]
         assert outcomes[1].cause is SpillDropCause.SHUTDOWN
 
 
@@ -353,16 +345,16 @@ def test_real_threads(tmp_path):
     chain = make_chain(6)
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     for block in chain:
-        storage.spill(block, storage.try_reserve(block.size_bytes))
+        storage.put(block)
     for _ in chain:
-        assert isinstance(outcomes.get(timeout=BOUND_S), Persisted)
+        assert isinstance(outcomes.get(timeout=BOUND_S).outcome, Persisted)
     for _ in range(5):
-        assert storage.load(plan(chain, capacity=96))
+        assert storage.get_into(*plan(chain, capacity=96))
     for _ in range(5):
-        assert_holds(outcomes.get(timeout=BOUND_S), chain, capacity=96)
-    storage.request_stats()
-    answer = outcomes.get(timeout=BOUND_S)
-    assert isinstance(answer, StatsAnswer) and answer.stats.ssd.block_count == 6
+        assert_holds(outcomes.get(timeout=BOUND_S).outcome, chain, capacity=96)
+    ticket = storage.stats()
+    assert outcomes.get(timeout=BOUND_S) is ticket
+    assert isinstance(ticket.outcome, CacheStats) and ticket.outcome.ssd.block_count == 6
     storage.close(deadline_time=served.clock.monotonic() + 10)
     assert outcomes.get(timeout=BOUND_S) == StorageClosed(was_clean=True)
     assert storage.join(timeout_s=BOUND_S)
@@ -376,7 +368,7 @@ def test_a_broken_invariant_is_told_once(tmp_path):
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     block = make_block()
     lying = HostBlock(dataclasses.replace(block.header, token_ids=(1, 2)), block.regions)
-    storage.spill(lying, storage.try_reserve(lying.size_bytes))
+    storage.put(lying)
     failed = outcomes.get(timeout=BOUND_S)
     assert isinstance(failed, StorageFailed) and "AssertionError" in failed.error
     assert storage.join(timeout_s=BOUND_S) and outcomes.empty()

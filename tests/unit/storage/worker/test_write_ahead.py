@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.storage.api import Evicted, Persisted
 from icehouse_server.storage.directory.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.messages import Evicted, Persisted, SpillDropped
 from icehouse_server.storage.paths import PARTIAL_SUFFIX
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
-from tests.fixtures.storage.storage_thread import StorageThread
+from tests.fixtures.storage.storage_thread import StorageThread, drops
 
 
 class SlowDisk(Executor):
@@ -43,9 +43,7 @@ def partial_count(directory: str) -> int:
 
 def hand_over(served: StorageThread, *blocks) -> None:
     for block in blocks:
-        credit = served.storage.try_reserve(block.size_bytes)
-        assert credit is not None
-        served.storage.spill(block, credit)
+        served.storage.put(block)
 
 
 def test_the_next_file_is_written_before_one_is_durable(tmp_path):
@@ -76,13 +74,13 @@ def test_a_broken_disk_leaves_no_file_of_either(tmp_path, verb):
         served.take()
         files.is_armed = True
         hand_over(served, *chain)
-        drops = [o for o in served.take() if isinstance(o, SpillDropped)]
+        dropped = drops(served.take())
         assert files.failed_count == 1
-        assert [drop.hash for drop in drops] == [block.header.hash for block in chain]
-        assert drops[-1].cause is SpillDropCause.WRITES_OFF
+        assert [drop.hash for drop in dropped] == [block.header.hash for block in chain]
+        assert dropped[-1].cause is SpillDropCause.WRITES_OFF
         assert partial_count(os.fspath(tmp_path)) == 0
         assert served.storage._store.space.partial_bytes == 0
-        assert served.storage.try_reserve(served.settings.spill_queue_limit_bytes) is not None
+        assert served.storage.room_bytes == served.settings.spill_queue_limit_bytes
 
 
 def test_a_disk_found_full_at_the_sync_is_tried_again_and_so_is_the_next_block(tmp_path):
