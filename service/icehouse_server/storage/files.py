@@ -113,6 +113,10 @@ class Files(Protocol):
         """Return what is at a path."""
         ...
 
+    def stat_all(self, folder: str, names: Sequence[str]) -> dict[str, FileInfo]:
+        """Return what is in a folder by these names; those that are not there are left out."""
+        ...
+
     def open(self, path: str) -> int:
         """Open a file for reading."""
         ...
@@ -197,7 +201,13 @@ class SystemFiles:
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        with self._folder_of(source) as (old_folder, old_name), self._folder_of(target) as (folder, name):
+        with contextlib.ExitStack() as opened:
+            folder, name = opened.enter_context(self._folder_of(target))
+            if folder is not None and os.path.dirname(source) == os.path.dirname(target):
+                old_folder: int | None = folder
+                old_name = os.path.basename(source)
+            else:
+                old_folder, old_name = opened.enter_context(self._folder_of(source))
             os.rename(old_name, name, src_dir_fd=old_folder, dst_dir_fd=folder)
 
     def fsync_dir(self, path: str) -> None:
@@ -221,6 +231,15 @@ class SystemFiles:
         with self._folder_of(path) as (folder, name):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(os.path.basename(path), info)
+
+    def stat_all(self, folder: str, names: Sequence[str]) -> dict[str, FileInfo]:
+        # A guarded folder is opened step by step, which costs twenty times what looking at a file there does.
+        found = {}
+        with contextlib.suppress(FileNotFoundError), self._opened_folder(folder) as descriptor:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = _info(name, os.stat(name, dir_fd=descriptor, follow_symlinks=False))
+        return found
 
     def open(self, path: str) -> int:
         # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a

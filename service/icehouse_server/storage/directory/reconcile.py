@@ -12,7 +12,7 @@ import enum
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -156,18 +156,19 @@ class Walk:
         return dataclasses.replace(found, finding=of_row.get(found.finding, found.finding))
 
 
-def examine_row(
-    row: BlockRecord, *, files: Files, paths: StorePaths, now_time: float, cipher: Cipher | None
-) -> Discrepancy | None:
-    """Compare one row with its file, as a walk would; None when they agree."""
-    path = paths.block(row.fingerprint, row.hash)
-    try:
-        info = files.stat(path)
-    except FileNotFoundError:
-        return Discrepancy(Finding.MISSING, path, hash=row.hash)
-    if row.is_stamped(info):
-        return None
-    return examine_file(path, info, row, files=files, now_time=now_time, cipher=cipher)
+def examine_rows(
+    rows: Iterable[BlockRecord], *, files: Files, paths: StorePaths, now_time: float, cipher: Cipher | None
+) -> Iterator[Discrepancy]:
+    """Compare a few rows with their files, as a walk would, and yield what disagrees."""
+    for folder, group in groupby(rows, key=lambda row: paths.folder(row.fingerprint)):
+        by_name = {os.path.basename(paths.block(row.fingerprint, row.hash)): row for row in group}
+        infos = files.stat_all(folder, list(by_name))
+        for name, row in by_name.items():
+            path, info = f"{folder}/{name}", infos.get(name)
+            if info is None:
+                yield Discrepancy(Finding.MISSING, path, hash=row.hash)
+            elif not row.is_stamped(info):
+                yield examine_file(path, info, row, files=files, now_time=now_time, cipher=cipher)
 
 
 def examine_file(

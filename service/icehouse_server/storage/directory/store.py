@@ -31,7 +31,7 @@ from icehouse_server.storage.directory.lock import leave_mark, take_lock
 from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES, Manifest
 from icehouse_server.storage.directory.open import open_store
 from icehouse_server.storage.directory.quarantine import BALLAST_BYTES, Ballast, Leftovers, Quarantine
-from icehouse_server.storage.directory.reconcile import Finding, examine_row, repair
+from icehouse_server.storage.directory.reconcile import Finding, examine_rows, repair
 from icehouse_server.storage.directory.space import Reclaim, Space
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
@@ -320,22 +320,25 @@ class BlockStore:
         """Try whether a little can be written."""
         return self._ballast.is_refused()
 
-    def check_row(self, record: BlockRecord) -> bool:
-        """Compare one row with its file and repair what differs; True when they agreed."""
-        found = examine_row(
-            record, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
+    def check_rows(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Compare the rows of these blocks with their files and repair what differs; return whose did."""
+        records = [record for name in hashes if (record := self.index.get(name)) is not None]
+        found = examine_rows(
+            records, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
         )
-        if found is None:
-            return True
-        if found.finding is Finding.MISSING:
-            self.drop_missing(record.hash)
-        elif found.record is not None:
-            day = self.space.turn_day(self.clock.wall())
-            repair([found], files=self.files, paths=self.paths, manifest=self.manifest, day=day)
-            self.index.restamp(found.record)
-        else:
-            self.quarantine(record.hash)
-        return False
+        wrong = []
+        for item in found:
+            assert item.hash is not None, item.path
+            wrong.append(item.hash)
+            if item.finding is Finding.MISSING:
+                self.drop_missing(item.hash)
+            elif item.record is not None:
+                day = self.space.turn_day(self.clock.wall())
+                repair([item], files=self.files, paths=self.paths, manifest=self.manifest, day=day)
+                self.index.restamp(item.record)
+            else:
+                self.quarantine(item.hash)
+        return wrong
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Note a use of each stored block; written to the manifest by `keep_up`."""
@@ -354,11 +357,8 @@ class BlockStore:
         if self._uses:
             self.manifest.touch(self._uses)
             self._uses = {}
-        for block_hash in tuple(self._unrecorded):
-            record = self.index.get(block_hash)
-            if record is not None:
-                self.check_row(record)
-            self._unrecorded.discard(block_hash)
+        self.check_rows(self._unrecorded)
+        self._unrecorded.clear()
         if self._leftovers:
             self._leftovers.retry()
             self._weigh()

@@ -349,10 +349,8 @@ class StorageLoop:
     def _walk_deferred(self) -> bool:
         """After a clean start, look at a few files; False when all have been looked at."""
         hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
-        for block_hash in hashes:
-            record = self._store.index.get(block_hash)
-            if record is not None and not self._store.check_row(record):
-                _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
+        for block_hash in self._store.check_rows(hashes):
+            _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
     def _answer_asked(self) -> None:
