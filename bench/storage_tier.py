@@ -30,10 +30,10 @@ from icehouse_server.storage.api import (
     StorageClosed,
     Ticket,
 )
-from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.worker.storage import Storage
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256
@@ -102,7 +102,7 @@ class Tier:
 
     def __init__(self, directory: Path, *, cipher: Cipher | None = None) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.storage = Storage(
+        self.storage = LocalTier(
             settings(directory),
             files=SystemFiles(),
             clock=SystemClock(),

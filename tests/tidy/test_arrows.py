@@ -31,11 +31,11 @@ ROOMS = (
     "vision",
     "structured_output.schema",
     "structured_output",
-    "storage.encryption",
     "storage",
-    "storage.block_format",
-    "storage.directory",
-    "storage.worker",
+    "storage.local.encryption",
+    "storage.local.block_format",
+    "storage.local.directory",
+    "storage.local",
     "engine.core",
     "engine.prefix_cache.tiers",
     "engine.prefix_cache",
@@ -99,9 +99,9 @@ OWNERS = {
     "referencing": ("text.values.validation",),
     "regex": ("text.values.", "text.replies."),
     "llguidance": ("structured_output.",),
-    "sqlite_utils": ("storage.directory.manifest", "storage.directory.migrations"),
-    "sqlite3": ("storage.disk_error", "storage.directory.", "storage.worker."),
-    "cryptography": ("storage.encryption.aes_gcm",),
+    "sqlite_utils": ("storage.local.directory.manifest", "storage.local.directory.migrations"),
+    "sqlite3": ("storage.disk_error", "storage.local."),
+    "cryptography": ("storage.local.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.spans",),
     "smg_grpc_proto": ("rpc.worker.",),
@@ -114,7 +114,7 @@ OWNERS = {
     "uvloop": ("cli.serve",),
     "rich": ("cli.",),
 }
-SQLITE_ERRORS_ONLY = ("storage.directory.manifest",)
+SQLITE_ERRORS_ONLY = ("storage.local.directory.manifest",)
 """The one module that uses sqlite3 itself; elsewhere it is an error to catch."""
 
 

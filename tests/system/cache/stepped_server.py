@@ -41,8 +41,8 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, Waiti
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import StorageClosed
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
@@ -97,7 +97,7 @@ class SteppedServer:
         self.is_storage_alive = directory is not None
         self.holds_storage = False
         """Set by a test to let the storage thread's work wait until `settle_storage`."""
-        self.storage: Storage | None = None
+        self.storage: LocalTier | None = None
         self.closed: StorageClosed | None = None
         if directory is not None:
             settings = StorageSettings(
@@ -112,7 +112,7 @@ class SteppedServer:
                 task_queue_limit_count=64,
                 reader_thread_count=1,
             )
-            self.storage = Storage(
+            self.storage = LocalTier(
                 dataclasses.replace(settings, **storage_changes),
                 files=files or SystemFiles(),
                 clock=self.clock,

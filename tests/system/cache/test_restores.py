@@ -24,7 +24,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
-from icehouse_server.storage.block_format.damage import BlockFileError
+from icehouse_server.storage.local.block_format.damage import BlockFileError
 
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (
@@ -499,7 +499,7 @@ def test_a_block_that_was_forgotten_and_is_still_stored_is_known_again_when_it_l
     fill(tmp_path)
     with SteppedServer(tmp_path, ram_blocks=5) as served:
         with monkeypatch.context() as patch:
-            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            patch.setattr("icehouse_server.storage.local.reader_pool.open_block", replaced)
             assert served.ask("a", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
         (first, *_) = served.cache.known_chain(TOKENS, DEFAULT_SCOPE)
         assert first.ram and not first.ssd
@@ -515,7 +515,7 @@ def test_a_pin_of_a_block_that_was_forgotten_and_is_still_stored_lasts(
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
         with monkeypatch.context() as patch:
-            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            patch.setattr("icehouse_server.storage.local.reader_pool.open_block", replaced)
             served.ask("a", TOKENS)
         assert served.order(Pin(tuple(TOKENS[:BLOCK]))) == PinReport(1, BLOCK, BLOCK_BYTES)
     with SteppedServer(tmp_path) as served:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostBlock, HostTensor
 from icehouse_server.storage.api import Evicted, Inventory, Loaded, Outcome, Persisted, Ticket
-from icehouse_server.storage.worker.storage import Storage
+from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer
@@ -88,9 +88,9 @@ def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architect
 def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything the storage thread is given or gives back is searched to its leaves."""
     crossed: list[object] = []
-    put, take = Storage.put, CacheServer._take
+    put, take = LocalTier.put, CacheServer._take
 
-    def noted_put(self: Storage, block: HostBlock, **told: Any) -> Ticket[Persisted]:
+    def noted_put(self: LocalTier, block: HostBlock, **told: Any) -> Ticket[Persisted]:
         crossed.append(block)
         return put(self, block, **told)
 
@@ -98,7 +98,7 @@ def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest
         crossed.append(outcome.outcome if isinstance(outcome, Ticket) else outcome)
         take(self, outcome)
 
-    monkeypatch.setattr(Storage, "put", noted_put)
+    monkeypatch.setattr(LocalTier, "put", noted_put)
     monkeypatch.setattr(CacheServer, "_take", noted_take)
     folder = tiny_model_dir(tmp_path, "gemma3_text", dtype="bfloat16")
     for turn in range(2):

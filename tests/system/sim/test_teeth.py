@@ -21,9 +21,9 @@ from icehouse_server.engine.scheduling import layered_prefill, pass_plan, schedu
 from icehouse_server.rpc.kv_events import channel, mirror
 from icehouse_server.storage import row_buffers
 from icehouse_server.storage.api import Loaded
-from icehouse_server.storage.block_format import file, header, reader
-from icehouse_server.storage.directory import commit, reconcile, space, store
-from icehouse_server.storage.worker import credit, spiller
+from icehouse_server.storage.local import credit, spiller
+from icehouse_server.storage.local.block_format import file, header, reader
+from icehouse_server.storage.local.directory import commit, reconcile, space, store
 
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.stories import play

@@ -29,10 +29,10 @@ from icehouse_server.storage.api import (
     UnfitLayout,
     Verified,
 )
-from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.row_buffers import RowBuffers
-from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
@@ -46,7 +46,7 @@ class Bench:
     """A tier on the test's own thread, and all it posts."""
 
     def __init__(
-        self, make: Callable[[Callable[[Outcome], object]], Storage | MemoryTier], damage: Callable
+        self, make: Callable[[Callable[[Outcome], object]], LocalTier | MemoryTier], damage: Callable
     ) -> None:
         self.posted: list[Outcome] = []
         self._running = make(self.posted.append)
@@ -80,7 +80,7 @@ class Bench:
         assert isinstance(self.settle()[-1], StorageClosed)
 
 
-def _flip(tier: Storage, header) -> None:
+def _flip(tier: LocalTier, header) -> None:
     path = Path(tier._store.paths.block(header.fingerprint, header.hash))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -92,7 +92,7 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     opened: list[Bench] = []
 
     def make(*, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16) -> Bench:
-        def on_disk(post) -> Storage:
+        def on_disk(post) -> LocalTier:
             settings = settings_for(
                 tmp_path,
                 # Beside the blocks the disk's tier keeps its manifest's log within the limit.
@@ -101,7 +101,7 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return Storage(settings, files=SystemFiles(), clock=ManualClock(), post=post)
+            return LocalTier(settings, files=SystemFiles(), clock=ManualClock(), post=post)
 
         def in_memory(post) -> MemoryTier:
             return MemoryTier(

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage import files as files_module
-from icehouse_server.storage.directory.lock import take_lock
-from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.lock import take_lock
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.paths import StorePaths
 
 FILES = SystemFiles()
