@@ -359,14 +359,48 @@ def _refuse_foreign(info: FileInfo, *, is_shared_fine: bool = False) -> None:
         raise PermissionError(errno.EPERM, f"It {problem}", info.name)
 
 
-def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
-    """Return the beginning of a small text file; bytes that are not UTF-8 are replaced."""
+@contextlib.contextmanager
+def opened(files: Files, path: str) -> Iterator[int]:
+    """Open a file for reading, and close it at the end."""
     descriptor = files.open(path)
     try:
-        buffer = bytearray(limit_bytes)
-        got = files.read_into(descriptor, [memoryview(buffer)], offset=0)
+        yield descriptor
     finally:
         files.close(descriptor)
+
+
+def remove(files: Files, path: str) -> None:
+    """Remove a file; one that is gone already is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(path)
+
+
+def exists(files: Files, path: str) -> bool:
+    """Say whether anything has this name."""
+    try:
+        files.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False) -> None:
+    """Write a file in the place of what has its name; durable once the folder is synced, too."""
+    remove(files, path)
+    descriptor = files.create(path)
+    try:
+        files.write(descriptor, [data], offset=0)
+        if is_durable:
+            files.fsync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
+    """Return the beginning of a small text file; bytes that are not UTF-8 are replaced."""
+    buffer = bytearray(limit_bytes)
+    with opened(files, path) as descriptor:
+        got = files.read_into(descriptor, [memoryview(buffer)], offset=0)
     return buffer[:got].decode("utf-8", errors="replace")
 
 

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
@@ -37,14 +37,10 @@ from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.local.block_format.reader import open_block, read_block, read_header
+from icehouse_server.storage.local.encryption.facts import Cipher
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.row_buffers import RowBuffers
 from icehouse_server.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-
 
 _RATE_WEIGHT = 0.3
 """Of a load, however long it took: one that others' work made slow is outweighed by the next three."""

@@ -62,7 +62,7 @@ class Spiller:
         self._rate = MovingAverage()
         self._spills: collections.deque[Spill] = collections.deque()
         self._prepared: PreparedBlock | None = None
-        self._writings: collections.deque[_UnderWay] = collections.deque()
+        self._writings: collections.deque[Writing] = collections.deque()
         """The files of the first and perhaps the second spill that waits."""
         self._finished_time = 0.0
         self._has_retried = False
@@ -110,7 +110,7 @@ class Spiller:
     def undo_writings(self) -> None:
         """Remove the files that are being written; their spills wait on."""
         while self._writings:
-            self._store.undo(self._writings.pop().writing)
+            self._store.undo(self._writings.pop())
 
     def drop_all(self, cause: SpillDropCause) -> None:
         """Drop everything that waits and is not written. Raises as `step` does."""
@@ -162,7 +162,7 @@ class Spiller:
             self._drop(SpillDropCause.DISK_FULL)
             return
         try:
-            self._begin(prepared)
+            self._writings.append(self._store.begin(prepared))
         except OSError as error:
             self._refused(error, size_bytes)
 
@@ -180,39 +180,35 @@ class Spiller:
         if not (is_allowed and self._store.has_room(prepared.file_bytes + GROWTH_ALLOWANCE_BYTES)):
             return
         try:
-            self._begin(prepared)
+            self._writings.append(self._store.begin(prepared))
         except OSError as error:
             if classify(error) is not DiskErrorKind.FULL:
                 raise
-
-    def _begin(self, prepared: PreparedBlock) -> None:
-        began, start_time = self._clock.monotonic(), self._clock.wall()
-        self._writings.append(_UnderWay(self._store.begin(prepared), began, start_time))
 
     def _commit_written(self) -> None:
         while self._writings:
             self._finish_writing()
 
     def _finish_writing(self) -> None:
-        under_way = self._writings.popleft()
-        size_bytes = under_way.writing.prepared.file_bytes
+        writing = self._writings.popleft()
+        size_bytes = writing.prepared.file_bytes
         try:
-            record = self._store.finish(under_way.writing, pinned=self._spills[0].pinned)
+            record = self._store.finish(writing, pinned=self._spills[0].pinned)
         except (OSError, sqlite3.Error) as error:
             self.undo_writings()
             self._refused(error, size_bytes)
             return
         now = self._clock.monotonic()
         self._state.wrote()
-        elapsed_s = now - under_way.began
+        elapsed_s = now - writing.began
         # The next one was written meanwhile: what both took together is shared among them.
-        own_s = now - max(under_way.began, self._finished_time)
+        own_s = now - max(writing.began, self._finished_time)
         self._finished_time = now
         spill = self._counters.spill
         spill.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
         spill.persisted_block_total += 1
         spill.persisted_byte_total += record.file_bytes
-        self._finish(Persisted(record, self._spills[0].request_id, under_way.start_time, elapsed_s))
+        self._finish(Persisted(record, self._spills[0].request_id, writing.start_time, elapsed_s))
 
     def _refused(self, error: OSError | sqlite3.Error, size_bytes: int) -> None:
         """Make room on a disk that is full; drop the first spill and raise when it is broken."""
@@ -259,14 +255,3 @@ class Spiller:
         self._has_retried = False
         self._meter.give_back(size_bytes + OVERHEAD_BYTES)
         self._tell(ticket, outcome)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A block that is written and not committed."""
-
-    writing: Writing
-    began: float
-    """`Clock.monotonic`."""
-    start_time: float
-    """Wall clock."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, HostBlock
@@ -39,15 +39,12 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.credit import Meters
 from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.encryption.facts import Cipher
 from icehouse_server.storage.local.loop import Call, StorageLoop
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
 from icehouse_server.storage.local.tasks import list_all, purge, verify
 from icehouse_server.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger(__name__)
 

@@ -14,28 +14,30 @@ import base64
 import dataclasses
 import json
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, BlockHeader, Damage, RegionKind
+from icehouse_server.domain.blocks import LAYOUT_ABI, BlockHeader, Damage
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile, BlockOutline, FileRegion
 from icehouse_server.storage.local.block_format.header import (
-    REGION_ORDER,
     assemble_head,
+    check_abi,
+    check_end,
     check_head,
     check_place,
     encode_head,
     head_length,
     parse_head,
+    parse_regions,
     regions_to_json,
 )
-from icehouse_server.storage.local.encryption.facts import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher, FileCipher
+from icehouse_server.storage.local.encryption.facts import (
+    KEY_ID_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    Cipher,
+    FileCipher,
+)
 
 FORMAT = "icehouse.block.sealed"
 _BEGIN = b'","format":"icehouse.block.sealed",'
@@ -95,19 +97,16 @@ def parse_encrypted_header(head: bytes, *, file_bytes: int, cipher: Cipher | Non
     checksum = check_head(head)
     try:
         metadata = json.loads(head[8:])["__metadata__"]
-        if metadata["layout_abi"] != str(LAYOUT_ABI):
-            raise BlockFileError(
-                Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
-            )
+        check_abi(metadata)
         outline = _parse_outline(metadata)
         file_key = FileKey(_bytes_of(metadata["key"], KEY_ID_BYTES), _bytes_of(metadata["salt"], SALT_BYTES))
-        regions = _parse_regions(json.loads(metadata["regions"]), data_offset=len(head))
+        regions = parse_regions(metadata["regions"], data_offset=len(head))
+        if any(len(region.tag) != TAG_BYTES for region in regions):
+            raise ValueError("a tag is not of its length")
         encrypted = base64.b64decode(metadata["sealed"], validate=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
-    end = regions[-1].offset + regions[-1].size_bytes if regions else len(head)
-    if end != file_bytes:
-        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
+    check_end(regions, data_offset=len(head), file_bytes=file_bytes)
     outside = BlockFile(outline, None, regions, file_bytes, checksum, file_key.key_id)
     if cipher is None or cipher.key_id != file_key.key_id:
         return outside
@@ -159,27 +158,6 @@ def _parse_outline(metadata: dict[str, str]) -> BlockOutline:
     )
     check_place(outline)
     return outline
-
-
-def _parse_regions(listed: list[dict[str, str | int]], *, data_offset: int) -> tuple[FileRegion, ...]:
-    regions = []
-    offset = data_offset
-    for item in listed:
-        region = FileRegion(
-            kind=RegionKind(str(item["kind"])),
-            offset=int(item["offset"]) + data_offset,
-            size_bytes=int(item["size_bytes"]),
-            checksum=int(str(item["xxh3"]), 16),
-            tensors=(),
-            tag=_bytes_of(str(item["tag"]), TAG_BYTES),
-        )
-        if region.offset != offset or region.size_bytes < 0:
-            raise ValueError(f"region {region.kind} begins at {region.offset}, not at {offset}")
-        offset += region.size_bytes
-        regions.append(region)
-    if any(REGION_ORDER.index(a.kind) >= REGION_ORDER.index(b.kind) for a, b in pairwise(regions)):
-        raise ValueError("regions are out of order")
-    return tuple(regions)
 
 
 def _bytes_of(text: str, size_bytes: int) -> bytes:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import FileCipher
+from icehouse_server.storage.local.encryption.facts import FileCipher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

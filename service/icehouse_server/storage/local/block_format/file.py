@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -39,11 +38,7 @@ from icehouse_server.storage.local.block_format.header import (
     head_length,
     parse_head,
 )
-from icehouse_server.storage.local.encryption.facts import TAG_BYTES
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher, Encryptor, FileCipher
+from icehouse_server.storage.local.encryption.facts import TAG_BYTES, Cipher, Encryptor, FileCipher
 
 GROUP_BYTES = 256 << 10
 """Bytes that are hashed and transferred at a time; several fit the second-level cache."""

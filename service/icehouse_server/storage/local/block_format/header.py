@@ -6,6 +6,7 @@ from a disk is believed here: see `parse_head`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -107,17 +108,12 @@ def parse_head(
         metadata, tensors = _split(head, data_offset=data_offset)
         if metadata["format"] != FORMAT:
             raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
-        if metadata["layout_abi"] != str(LAYOUT_ABI):
-            raise BlockFileError(
-                Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}"
-            )
+        check_abi(metadata)
         header = _parse_header(metadata)
-        regions = _parse_regions(json.loads(metadata["regions"]), tensors, data_offset=data_offset)
+        regions = _with_tensors(parse_regions(metadata["regions"], data_offset=data_offset), tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
-    end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
-    if end != file_bytes:
-        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
+    check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
     expected = block_hash(
         parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
     )
@@ -218,36 +214,59 @@ def check_place(outline: BlockOutline) -> None:
         raise ValueError(f"{count} of {limit} tokens at {outline.start_token_index} cannot be a block")
 
 
-def _parse_regions(
-    listed: list[dict[str, str | int]], tensors: Sequence[tuple[RegionKind, FileTensor]], *, data_offset: int
-) -> tuple[FileRegion, ...]:
-    regions = []
+def check_abi(metadata: Mapping[str, str]) -> None:
+    """Raise `BlockFileError` for a file of another layout."""
+    if metadata["layout_abi"] != str(LAYOUT_ABI):
+        raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
+
+
+def check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
+    """Raise `BlockFileError` for a file that does not end where its last region does."""
+    end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
+    if end != file_bytes:
+        raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
+
+
+def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
+    """Return regions, in order and without a gap, but for their tensors. Raises what damaged text does."""
+    regions: list[FileRegion] = []
     offset = data_offset
-    for item in listed:
-        kind = RegionKind(str(item["kind"]))
-        inside = tuple(tensor for of_kind, tensor in tensors if of_kind is kind)
-        for tensor in inside:
-            if tensor.offset != offset:
-                raise ValueError(f"{kind}.{tensor.name} begins at {tensor.offset}, not at {offset}")
-            offset += tensor.size_bytes
+    for item in json.loads(text):
         region = FileRegion(
-            kind=kind,
+            kind=RegionKind(str(item["kind"])),
             offset=int(item["offset"]) + data_offset,
             size_bytes=int(item["size_bytes"]),
             checksum=int(str(item["xxh3"]), 16),
-            tensors=inside,
+            tensors=(),
             tag=bytes.fromhex(str(item.get("tag", ""))),
         )
-        if region.size_bytes < 0 or region.offset + region.size_bytes != offset:
-            raise ValueError(f"region {kind} does not hold its tensors exactly")
-        if region.offset + sum(t.size_bytes for t in inside) != offset:
-            raise ValueError(f"region {kind} does not begin where the one before ends")
+        if region.offset != offset or region.size_bytes < 0:
+            raise ValueError(f"region {region.kind} begins at {region.offset}, not at {offset}")
+        offset += region.size_bytes
         regions.append(region)
     if any(REGION_ORDER.index(a.kind) >= REGION_ORDER.index(b.kind) for a, b in pairwise(regions)):
         raise ValueError("regions are out of order")
-    if sum(len(region.tensors) for region in regions) != len(tensors):
-        raise ValueError("a tensor lies outside of all regions")
     return tuple(regions)
+
+
+def _with_tensors(
+    regions: Sequence[FileRegion], tensors: Sequence[tuple[RegionKind, FileTensor]]
+) -> tuple[FileRegion, ...]:
+    """Return the regions with their tensors, which fill each of them in order."""
+    found = []
+    for region in regions:
+        inside = tuple(tensor for kind, tensor in tensors if kind is region.kind)
+        offset = region.offset
+        for tensor in inside:
+            if tensor.offset != offset:
+                raise ValueError(f"{region.kind}.{tensor.name} begins at {tensor.offset}, not at {offset}")
+            offset += tensor.size_bytes
+        if offset != region.offset + region.size_bytes:
+            raise ValueError(f"region {region.kind} does not hold its tensors exactly")
+        found.append(dataclasses.replace(region, tensors=inside))
+    if sum(len(region.tensors) for region in found) != len(tensors):
+        raise ValueError("a tensor lies outside of all regions")
+    return tuple(found)
 
 
 _INT_ONLY = {int}

@@ -7,7 +7,6 @@ hashed in file order right behind each read, while its bytes are in the CPU's ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -15,16 +14,13 @@ from icehouse_server.domain.blocks import BlockHeader, Damage, HostRegion, HostT
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import KvPlace, LoadedBlock, PlannedBlock
 from icehouse_server.storage.disk_error import is_shortage
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile, FileRegion
 from icehouse_server.storage.local.block_format.file import GROUP_BYTES, groups, read_head, slices
 from icehouse_server.storage.local.block_format.read_pace import ReadPace
+from icehouse_server.storage.local.encryption.facts import Cipher, FileCipher
 from icehouse_server.storage.row_buffers import empty_bytes
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher, FileCipher
 
 
 def open_block(
@@ -34,12 +30,7 @@ def open_block(
 
     Raises `BlockFileError`; the descriptor is the caller's to close.
     """
-    try:
-        descriptor = files.open(path)
-    except FileNotFoundError as error:
-        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
-    except OSError as error:
-        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
+    descriptor = _open(files, path)
     try:
         file = _read_own_head(files, descriptor, path, cipher)
         if file.header != planned.header:
@@ -58,11 +49,8 @@ def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | No
 
     Raises `BlockFileError` when the file holds another one or is damaged, `OSError` from the system.
     """
-    descriptor = files.open(path)
-    try:
+    with opened(files, path) as descriptor:
         header = _read_own_head(files, descriptor, path, cipher).header
-    finally:
-        files.close(descriptor)
     if header is None or header.hash != name:
         raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
     return header
@@ -105,12 +93,7 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
 
     Raises `BlockFileError`.
     """
-    try:
-        descriptor = files.open(path)
-    except FileNotFoundError as error:
-        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
-    except OSError as error:
-        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
+    descriptor = _open(files, path)
     try:
         file = _read_head(files, descriptor, path, cipher)
         for region in file.regions:
@@ -118,6 +101,15 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
         return file
     finally:
         files.close(descriptor)
+
+
+def _open(files: Files, path: str) -> int:
+    try:
+        return files.open(path)
+    except FileNotFoundError as error:
+        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
+    except OSError as error:
+        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
 
 
 def _read_own_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) -> BlockFile:

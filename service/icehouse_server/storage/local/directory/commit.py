@@ -14,8 +14,9 @@ import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
+from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, remove
 from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.file import PreparedBlock, write_block
 from icehouse_server.storage.local.directory.manifest import Manifest
@@ -34,6 +35,10 @@ class Writing:
     """The name it will have."""
     synced: Future[None] | None
     """Done when the file is on the medium; None when that is still to be asked for."""
+    began: float
+    """`Clock.monotonic`."""
+    start_time: float
+    """Wall clock."""
 
     @property
     def partial(self) -> str:
@@ -41,13 +46,13 @@ class Writing:
 
 
 def begin_commit(
-    prepared: PreparedBlock, *, files: Files, paths: StorePaths, syncs: Executor | None
+    prepared: PreparedBlock, *, files: Files, paths: StorePaths, syncs: Executor | None, clock: Clock
 ) -> Writing:
     """Write a block's file, and have `syncs` make it durable; `finish_commit` or `undo_commit` follows.
 
     Raises `OSError`; no file is there then unless even removing it failed.
     """
-    header = prepared.block.header
+    header, began, start_time = prepared.block.header, clock.monotonic(), clock.wall()
     path = paths.block(header.fingerprint, header.hash)
     try:
         descriptor = files.create(path + PARTIAL_SUFFIX)
@@ -63,7 +68,7 @@ def begin_commit(
             files.unlink(path + PARTIAL_SUFFIX)
         raise
     synced = syncs.submit(files.fsync, descriptor) if syncs else None
-    return Writing(prepared, file, descriptor, path, synced)
+    return Writing(prepared, file, descriptor, path, synced, began, start_time)
 
 
 def finish_commit(
@@ -152,9 +157,7 @@ def unlink_blocks(records: Sequence[BlockRecord], *, files: Files, paths: StoreP
     for record in records:
         path = paths.block(record.fingerprint, record.hash)
         try:
-            files.unlink(path)
-        except FileNotFoundError:
-            continue
+            remove(files, path)
         except OSError:
             stuck.append(path)
     return stuck

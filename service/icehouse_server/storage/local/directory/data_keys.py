@@ -10,14 +10,13 @@ Every function wants the directory's lock held by its caller. Raises `OSError` f
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 
-from icehouse_server.storage.files import Files, read_text
+from icehouse_server.storage.files import Files, exists, read_text, write_anew
 from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, unwrap_key, wrap_key
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 
@@ -62,9 +61,7 @@ def open_key(
 def keep_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
     """Put the data key back that blocks are written under, where the key file is gone: else nobody could
     read them after the next start. One that is there is left alone: the key may have been changed."""
-    try:
-        files.stat(paths.data_keys)
-    except FileNotFoundError:
+    if not exists(files, paths.data_keys):
         _log.warning("data_key_put_back", extra={"path": paths.data_keys})
         _write(files, paths, [wrapped])
 
@@ -110,9 +107,7 @@ def _free_name(files: Files, paths: StorePaths) -> str:
     """Return where to move a key file, beside those moved before: each may hold what no other does."""
     for number in range(1, _LIMIT_COUNT):
         path = paths.data_keys_aside(number)
-        try:
-            files.stat(path)
-        except FileNotFoundError:
+        if not exists(files, path):
             break
     return path
 
@@ -141,13 +136,6 @@ def _write(files: Files, paths: StorePaths, wrapped: Sequence[bytes]) -> None:
     """Replace the file in one step, durably: blocks are written under its newest key from now on."""
     text = json.dumps({"format": _FORMAT, "wrapped": [item.hex() for item in wrapped[-_LIMIT_COUNT:]]})
     partial = paths.data_keys + PARTIAL_SUFFIX
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(partial)
-    descriptor = files.create(partial)
-    try:
-        files.write(descriptor, [text.encode()], offset=0)
-        files.fsync(descriptor)
-    finally:
-        files.close(descriptor)
+    write_anew(files, partial, text.encode(), is_durable=True)
     files.rename(partial, paths.data_keys)
     files.fsync_dir(paths.root)

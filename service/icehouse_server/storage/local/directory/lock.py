@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.storage.files import FileInfo, Files, distrust, read_text
+from icehouse_server.storage.files import FileInfo, Files, distrust, read_text, write_anew
 from icehouse_server.storage.paths import StorePaths, is_folder_name, is_root_file_name
 
 
@@ -111,10 +111,4 @@ def take_mark(files: Files, paths: StorePaths) -> Mapping[str, int] | None:
 def leave_mark(files: Files, paths: StorePaths) -> None:
     """Write the mark; the manifest is closed by now. Raises `OSError`."""
     text = json.dumps(snapshot(files, paths), sort_keys=True)
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(paths.clean_mark)
-    descriptor = files.create(paths.clean_mark)
-    try:
-        files.write(descriptor, [text.encode()], offset=0)
-    finally:
-        files.close(descriptor)
+    write_anew(files, paths.clean_mark, text.encode())

@@ -13,13 +13,12 @@ import enum
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.errors import NotFound, Reason, StorageError
-from icehouse_server.storage.files import FileInfo, Files
+from icehouse_server.storage.files import FileInfo, Files, exists, opened, remove
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.file import read_head
@@ -30,6 +29,7 @@ from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.open import create_private
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Walk
 from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.encryption.facts import Cipher
 from icehouse_server.storage.paths import (
     PARTIAL_SUFFIX,
     StorePaths,
@@ -37,10 +37,6 @@ from icehouse_server.storage.paths import (
     is_partial_name,
     parse_block_name,
 )
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _PURGE_BATCH_COUNT = 64
 
@@ -89,7 +85,7 @@ class OfflineStore:
 
     def rows(self) -> Rows:
         """Return the manifest's rows; none when there is no manifest. Raises `StorageError`."""
-        if not self._exists(self.paths.manifest):
+        if not exists(self._files, self.paths.manifest):
             return Rows((), (), {})
         with self._manifest() as manifest:
             if not manifest.has_rows:
@@ -112,11 +108,8 @@ class OfflineStore:
         """Return what a block's file says about itself. Raises `StorageError`."""
         path = self.paths.block(record.fingerprint, record.hash)
         try:
-            descriptor = self._files.open(path)
-            try:
+            with opened(self._files, path) as descriptor:
                 return read_head(self._files, descriptor, cipher=self._cipher)
-            finally:
-                self._files.close(descriptor)
         except (OSError, BlockFileError) as error:
             raise StorageError(
                 Reason.STORE_UNUSABLE,
@@ -212,7 +205,7 @@ class OfflineStore:
         edited: Sequence[BlockHash],
         progress: Callable[[int, int], None],
     ) -> tuple[int, int]:
-        if self._exists(self.paths.manifest):
+        if exists(self._files, self.paths.manifest):
             manifest = Manifest.open(self.paths.manifest)
             try:
                 for start in range(0, len(chosen), _PURGE_BATCH_COUNT):
@@ -275,11 +268,8 @@ class OfflineStore:
         if path.endswith(PARTIAL_SUFFIX):
             return False
         try:
-            descriptor = self._files.open(path)
-            try:
+            with opened(self._files, path) as descriptor:
                 return bool(read_head(self._files, descriptor, cipher=self._cipher).key_id)
-            finally:
-                self._files.close(descriptor)
         except (OSError, BlockFileError):
             return False
 
@@ -294,7 +284,7 @@ class OfflineStore:
     def _drop_manifest(self) -> None:
         """Remove the manifest and its logs; what was written today is remembered, for the budget's sake."""
         written: dict[int, int] = {}
-        if self._exists(self.paths.manifest):
+        if exists(self._files, self.paths.manifest):
             with contextlib.suppress(StorageError), self._manifest() as manifest:
                 written = manifest.written_days()
         self._drop(self.paths.manifest_aside)
@@ -311,13 +301,6 @@ class OfflineStore:
                 manifest.close()
         self._files.fsync_dir(self.paths.root)
 
-    def _exists(self, path: str) -> bool:
-        try:
-            self._files.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _list(self, path: str) -> list[FileInfo]:
         """Return what is in a folder; nothing when a backup was put back without it."""
         try:
@@ -326,8 +309,7 @@ class OfflineStore:
             return []
 
     def _drop(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(path)
+        remove(self._files, path)
 
     @contextlib.contextmanager
     def _manifest(self) -> Iterator[Manifest]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import DiskErrorKind, classify
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, remove
 from icehouse_server.storage.local.directory.lock import check_trust, snapshot, take_mark
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
+from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, Cipher
 from icehouse_server.storage.paths import StorePaths, parse_block_name
 from icehouse_server.storage.settings import CODE_DETAIL, StorageSettings
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger(__name__)
 
@@ -198,22 +192,19 @@ def create_private(files: Files, paths: StorePaths) -> bool:
     """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
     # Rows are written by way of a log. What a rollback journal says SQLite believes before we see any of it,
     # the name of a file to remove included.
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(paths.manifest + "-journal")
+    remove(files, paths.manifest + "-journal")
     try:
         files.close(files.create(paths.manifest))
     except FileExistsError:
         return True
     # A log of another manifest must never be replayed into the new one.
     for suffix in ("-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            files.unlink(paths.manifest + suffix)
+        remove(files, paths.manifest + suffix)
     return False
 
 
 def _move_aside(files: Files, paths: StorePaths) -> None:
     """Keep the unreadable manifest for a person to look at; its logs first, or they would outlive it."""
     for suffix in ("-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            files.unlink(paths.manifest + suffix)
+        remove(files, paths.manifest + suffix)
     files.rename(paths.manifest, paths.manifest_aside)

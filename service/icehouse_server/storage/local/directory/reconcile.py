@@ -14,24 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from icehouse_server.domain.blocks import LAYOUT_ABI, Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import is_shortage
-from icehouse_server.storage.files import FileInfo, Files
+from icehouse_server.storage.files import FileInfo, Files, opened
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.file import read_head
 from icehouse_server.storage.local.directory.commit import move_to_quarantine
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.record import BlockRecord, record_of
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
+from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, Cipher
 from icehouse_server.storage.paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 
 class Finding(enum.StrEnum):
@@ -258,11 +253,8 @@ _ROW_GOES = frozenset({Finding.DIFFERS, Finding.EDITED_ROW, Finding.MISSING, Fin
 
 def _read(path: str, files: Files, cipher: Cipher | None) -> tuple[BlockFile | None, BlockFileError | None]:
     try:
-        descriptor = files.open(path)
-        try:
+        with opened(files, path) as descriptor:
             return read_head(files, descriptor, cipher=cipher), None
-        finally:
-            files.close(descriptor)
     except BlockFileError as error:
         return None, error
     except OSError as error:

@@ -12,7 +12,7 @@ import enum
 
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import DiskErrorKind, classify
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, remove, write_anew
 from icehouse_server.storage.local.directory.commit import move_to_quarantine
 from icehouse_server.storage.paths import StorePaths
 
@@ -163,8 +163,7 @@ class Ballast:
         """Say whether writing so much again fails for want of space."""
         if not self.free():
             # Without one the room below is what is tried.
-            with contextlib.suppress(FileNotFoundError):
-                self._files.unlink(self._path)
+            remove(self._files, self._path)
         try:
             self._write(self._path)
         except OSError as error:
@@ -173,14 +172,8 @@ class Ballast:
         return False
 
     def _write(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(path)
-        descriptor = self._files.create(path)
-        try:
-            # Not of zeros, which some file systems store as nothing.
-            self._files.write(descriptor, [bytes(range(256)) * (BALLAST_BYTES // 256)], offset=0)
-        finally:
-            self._files.close(descriptor)
+        # Not of zeros, which some file systems store as nothing.
+        write_anew(self._files, path, bytes(range(256)) * (BALLAST_BYTES // 256))
 
 
 class Leftovers:
@@ -201,9 +194,7 @@ class Leftovers:
     def remove(self, path: str) -> None:
         """Remove a file, or remember it."""
         try:
-            self._files.unlink(path)
-        except FileNotFoundError:
-            return
+            remove(self._files, path)
         except OSError:
             self.note(path)
 
@@ -221,11 +212,6 @@ class Leftovers:
     def retry(self) -> None:
         """Try to remove each of them once more."""
         for path in list(self._sizes):
-            try:
-                self._files.unlink(path)
-            except FileNotFoundError:
-                del self._sizes[path]
-            except OSError:
-                continue
-            else:
+            with contextlib.suppress(OSError):
+                remove(self._files, path)
                 del self._sizes[path]

@@ -13,12 +13,11 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, exists
 from icehouse_server.storage.local.block_format.file import PreparedBlock
 from icehouse_server.storage.local.directory.commit import (
     Writing,
@@ -41,12 +40,9 @@ from icehouse_server.storage.local.directory.space import (
     Reclaim,
     Space,
 )
+from icehouse_server.storage.local.encryption.facts import Cipher
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.settings import StorageSettings
-
-if TYPE_CHECKING:
-    # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that a read never waits long behind evictions."""
@@ -171,7 +167,9 @@ class BlockStore:
         header = prepared.block.header
         assert not self.index.covers(prepared.block), f"Block {header.hash.hex()} is stored already"
         try:
-            writing = begin_commit(prepared, files=self.files, paths=self.paths, syncs=self.syncs)
+            writing = begin_commit(
+                prepared, files=self.files, paths=self.paths, syncs=self.syncs, clock=self.clock
+            )
         except OSError:
             self._leftovers.note(self.paths.block(header.fingerprint, header.hash) + PARTIAL_SUFFIX)
             raise
@@ -280,11 +278,7 @@ class BlockStore:
 
     def has_file(self, record: BlockRecord) -> bool:
         """Say whether a block's file is there. Raises `OSError`."""
-        try:
-            self.files.stat(self.paths.block(record.fingerprint, record.hash))
-        except FileNotFoundError:
-            return False
-        return True
+        return exists(self.files, self.paths.block(record.fingerprint, record.hash))
 
     def quarantine(self, block_hash: BlockHash) -> bool:
         """Put a damaged block's file aside, its row first; False when it is not stored."""

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.ids import Fingerprint
+
+if TYPE_CHECKING:
+    from icehouse_server.storage.local.encryption.aes_gcm import Cipher as Cipher
+    from icehouse_server.storage.local.encryption.aes_gcm import Encryptor as Encryptor
+    from icehouse_server.storage.local.encryption.aes_gcm import FileCipher as FileCipher
+else:
+    # Of an optional extra: loaded only where a key is configured, and named everywhere.
+    Cipher = Encryptor = FileCipher = object
 
 SALT_BYTES = 32
 TAG_BYTES = 16
