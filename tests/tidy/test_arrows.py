@@ -74,6 +74,9 @@ ROOMS = (
 ENGINE_FACES = {"engine", "engine.core"}
 """What rpc and the command line may see of the engine; the composition root opens every room."""
 
+TIER_OWNERS = ("bootstrap", "cli")
+"""Who may know which cold tier there is: the composition root, and the commands on its directory."""
+
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
     "mlx": ("device", "engine.kv_cache.", "engine.runner.", "engine.sampling."),
@@ -165,6 +168,18 @@ def test_only_the_composition_root_looks_into_the_engine() -> None:
         if module.folder.startswith(("rpc", "cli"))
         for line, room in rooms_of(module)
         if room.startswith("engine") and room not in ENGINE_FACES
+    ]
+    assert wrong == []
+
+
+def test_the_tier_on_disk_is_one_room_behind_its_port() -> None:
+    """Another kind of cold tier is another folder: nobody but who composes and who mends knows this one."""
+    wrong = [
+        f"{module.path}:{line}: {room}"
+        for module in modules(SERVER)
+        if not module.folder.startswith(("storage.local", *TIER_OWNERS))
+        for line, room in rooms_of(module)
+        if room.startswith("storage.local")
     ]
     assert wrong == []
 
