@@ -111,7 +111,6 @@ class Tier:
         )
 
     def __enter__(self) -> Tier:
-        self.storage.lock()
         self.storage.start()
         assert isinstance(self.outcomes.get(), Inventory)
         return self
