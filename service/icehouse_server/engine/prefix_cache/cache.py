@@ -370,22 +370,18 @@ class PrefixCache:
             self._quotas.note_stored(entry, before_bytes=entry.ssd_bytes, after_bytes=0)
             self._index.forget_stored(block)
 
-    def note_persisted(self, record: StoredBlock) -> None:
-        """Note that a block is committed on SSD, instead of shorter ones."""
-        entry = self._add_stored(record)
-        shorter = tuple(other.hash for other in self._index.superseded(entry) if other.ssd)
-        if shorter:
+    def _spill_ended(self, sent: Entry, outcome: Persisted | Failure) -> None:
+        """Note that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        if isinstance(outcome, Failure):
+            if self._index.get(sent.hash) is sent:
+                self._eviction.spill_ended(sent, is_kept_on_ssd=bool(sent.ssd))
+            return
+        entry, record = self._add_stored(outcome.record), outcome.record
+        if shorter := tuple(other.hash for other in self._index.superseded(entry) if other.ssd):
             self._spills.remove(shorter)
         # An order to pin it that came after the commit may have come after its eviction, too.
         is_kept = record.pinned and not self._spills.is_to_be_removed(record.hash)
         self._eviction.spill_ended(entry, is_kept_on_ssd=is_kept)
-
-    def _spill_ended(self, entry: Entry, outcome: Persisted | Failure) -> None:
-        """Note that a block was written, or dropped on its way: the RAM copy of an evicted one goes now."""
-        if not isinstance(outcome, Failure):
-            self.note_persisted(outcome.record)
-        elif self._index.get(entry.hash) is entry:
-            self._eviction.spill_ended(entry, is_kept_on_ssd=bool(entry.ssd))
 
     def lose_storage(self) -> None:
         """The SSD tier is gone for good: forget it and go on with RAM alone."""

@@ -116,8 +116,8 @@ class StorageLoop:
         self._close_time: float | None = None
         """Until when spills are finished (`Clock.monotonic`); None until the end is asked for."""
         self._deferred: Iterator[BlockHash] = iter(())
-        self._inventory: Iterator[tuple[list[BlockHash], bool, bool]] = iter(())
-        """Parts that are yet to be posted: their blocks, and whether they are the first and the last."""
+        self._inventory: Iterator[Inventory] = iter(())
+        """Parts that are yet to be posted."""
         self._has_inventory = False
         """Whether the engine was ever told the whole of one, and so waits for none."""
         self._piece_time: float | None = None
@@ -184,38 +184,29 @@ class StorageLoop:
             )
         self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
         self._state.open()
-        self._begin_inventory()
+        self._inventory = self._inventory_parts()
+        self._step_inventory()
         self._announce_gone()
 
-    def _begin_inventory(self) -> None:
-        """Post what is stored; of a large tier the first part, and the others each in its turn."""
+    def _inventory_parts(self) -> Iterator[Inventory]:
+        """Yield what is stored; of a large tier in parts, each as it is when its turn comes."""
         records = self._store.index.by_recency(self._store.settings.fingerprint)
         if len(records) > _INVENTORY_PART_COUNT:
             # A block finds its owner in the one before it.
             records.sort(key=lambda record: record.start_token_index)
-        starts = range(0, max(len(records), 1), _INVENTORY_PART_COUNT)
-        self._inventory = iter(
-            [
-                (
-                    [record.hash for record in records[start : start + _INVENTORY_PART_COUNT]],
-                    start == 0,
-                    start == starts[-1],
-                )
-                for start in starts
-            ]
-        )
-        self._step_inventory()
+        names = [record.hash for record in records]
+        for start in range(0, max(len(names), 1), _INVENTORY_PART_COUNT):
+            stop = start + _INVENTORY_PART_COUNT
+            # What went meanwhile was told already.
+            found = (self._store.index.get(name) for name in names[start:stop])
+            part = tuple(record for record in found if record is not None)
+            yield Inventory(part, is_first=start == 0, is_last=stop >= len(names))
 
     def _step_inventory(self) -> bool:
         part = next(self._inventory, None)
-        if part is None:
-            return False
-        hashes, is_first, is_last = part
-        # As they are by now: what went meanwhile was told already.
-        found = (self._store.index.get(block_hash) for block_hash in hashes)
-        records = tuple(record for record in found if record is not None)
-        self._post_inventory(Inventory(records, is_first=is_first, is_last=is_last))
-        return True
+        if part is not None:
+            self._post_inventory(part)
+        return part is not None
 
     def _post_inventory(self, part: Inventory) -> None:
         self._has_inventory |= part.is_last
