@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage, HostTensor
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_commands import (
     Evict,
     EvictReport,
@@ -23,7 +23,7 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
-from icehouse_server.storage.api import StorageFailed
+from icehouse_server.storage.api import NewRows, StorageFailed
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 
 from tests.fixtures.storage.faults import FaultyFiles
@@ -463,8 +463,8 @@ def test_a_reader_that_is_cancelled_at_any_step_leaves_others_running(tmp_path: 
 class EmptyTarget:
     """Arrays that the readers are not shown: they find memory themselves."""
 
-    def views(self) -> tuple[HostTensor, ...]:
-        return ()
+    def place(self, rows: NewRows) -> None:
+        """There is none."""
 
 
 def test_the_room_of_arrays_that_are_made_for_a_load_is_known_until_it_is_used(

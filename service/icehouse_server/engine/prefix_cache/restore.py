@@ -26,7 +26,6 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
     RestoreInput,
 )
 from icehouse_server.storage.api import KvPlace, Loaded, NewRows, PlannedBlock
-from icehouse_server.storage.row_buffers import RowBuffers
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,12 +89,12 @@ class Restore:
     def make_request(self) -> tuple[tuple[PlannedBlock, ...], KvPlace | NewRows]:
         """Return what RAM lacks, and where it is to be read to."""
         assert not self.awaits_target
-        views = () if self.target is None else self.target.views()
         # Arrays on the device have rows for tokens in RAM too, if these are copied there; buffers of the
         # readers begin with what they read.
         origin = self.plan.origin_token_index if self.target is None else self.target_origin_token_index
         rows = NewRows(origin, self.capacity_token_count - origin)
-        return self.plan.to_load, RowBuffers(views, rows) if views else rows
+        place = None if self.target is None else self.target.place(rows)
+        return self.plan.to_load, rows if place is None else place
 
     def plan_again(self, plan: PrefixPlan) -> None:
         """Begin anew with another plan; what was read for the last one is let go of."""

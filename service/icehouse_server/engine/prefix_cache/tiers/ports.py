@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
+from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
-from icehouse_server.storage.api import ColdTier, Loaded, Ticket
+from icehouse_server.storage.api import ColdTier, KvPlace, Loaded, NewRows, Ticket
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class KvCutting(Protocol):
 class KvTarget(Protocol):
     """Arrays on the device that will be a sequence's kv once readers have filled them."""
 
-    def views(self) -> tuple[HostTensor, ...]:
-        """Return the arrays' own bytes, row 0 being token 0, for other threads to write and drop."""
+    def place(self, rows: NewRows) -> KvPlace | None:
+        """Return the arrays' own bytes for other threads to write and drop, as such rows of a sequence; None
+        where readers are to find memory."""
         ...
 
 
