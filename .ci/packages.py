@@ -67,7 +67,7 @@ SERVER = Distribution(
         "icehouse_server/demo/story.txt",
         "icehouse_server/telemetry/status_page/page.html",
     ),
-    imports="icehouse_server.cli.main, icehouse_server.storage.worker.storage",
+    imports="icehouse_server.cli.main, icehouse_server.storage.local.tier",
 )
 DISTRIBUTIONS = (PROTOS, CLIENT, SERVER)
 _COMMANDS = (("--help",), ("demo", "--help"), ("version",))

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.storage.block_format.file import prepare_block
-from icehouse_server.storage.directory.store import BlockStore
-from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.block_format.file import prepare_block
+from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 from bench.storage_tier import Shape, Tier, make_chain, settings, tier_read, tier_write
 

@@ -20,12 +20,20 @@ from icehouse_server.domain.blocks import (
     root_hash,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
-from icehouse_server.storage.encryption.aes_gcm import Cipher
+from icehouse_server.storage.api import (
+    Inventory,
+    Loaded,
+    NewRows,
+    Outcome,
+    Persisted,
+    PlannedBlock,
+    StorageClosed,
+    Ticket,
+)
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest, PlannedBlock
-from icehouse_server.storage.messages import Inventory, Outcome, Persisted, StorageClosed
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.worker.storage import Storage
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256
@@ -94,7 +102,7 @@ class Tier:
 
     def __init__(self, directory: Path, *, cipher: Cipher | None = None) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.storage = Storage(
+        self.storage = LocalTier(
             settings(directory),
             files=SystemFiles(),
             clock=SystemClock(),
@@ -103,7 +111,6 @@ class Tier:
         )
 
     def __enter__(self) -> Tier:
-        self.storage.lock()
         self.storage.start()
         assert isinstance(self.outcomes.get(), Inventory)
         return self
@@ -118,17 +125,15 @@ class Tier:
 def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
     """Spill a chain and wait until every row is committed."""
     for block in chain:
-        credit = tier.storage.try_reserve(block.size_bytes)
-        assert credit is not None
-        tier.storage.spill(block, credit)
+        tier.storage.put(block)
     for _ in chain:
-        assert isinstance(tier.outcomes.get(), Persisted)
+        written = tier.outcomes.get()
+        assert isinstance(written, Ticket) and isinstance(written.outcome, Persisted)
 
 
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
     """Load a chain into assembled buffers."""
     planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
-    request = LoadRequest(LoadId(1), planned, 0, len(chain) * TOKEN_COUNT)
-    assert tier.storage.load(request)
-    loaded = tier.outcomes.get()
-    assert isinstance(loaded, Loaded) and loaded.failure is None
+    ticket = tier.storage.get_into(planned, NewRows(0, len(chain) * TOKEN_COUNT))
+    assert ticket is not None and tier.outcomes.get() is ticket
+    assert isinstance(ticket.outcome, Loaded) and ticket.outcome.failure is None

@@ -31,11 +31,11 @@ ROOMS = (
     "vision",
     "structured_output.schema",
     "structured_output",
-    "storage.encryption",
     "storage",
-    "storage.block_format",
-    "storage.directory",
-    "storage.worker",
+    "storage.local.encryption",
+    "storage.local.block_format",
+    "storage.local.directory",
+    "storage.local",
     "engine.core",
     "engine.prefix_cache.tiers",
     "engine.prefix_cache",
@@ -77,6 +77,9 @@ ROOMS = (
 ENGINE_FACES = {"engine", "engine.core"}
 """What rpc and the command line may see of the engine; the composition root opens every room."""
 
+TIER_OWNERS = ("bootstrap", "cli")
+"""Who may know which cold tier there is: the composition root, and the commands on its directory."""
+
 # Package -> rooms (a dot at the end: with their sub-rooms) or modules that may import it.
 OWNERS = {
     "mlx": (
@@ -110,9 +113,9 @@ OWNERS = {
     "referencing": ("text.values.validation",),
     "regex": ("text.values.", "text.replies."),
     "llguidance": ("structured_output.",),
-    "sqlite_utils": ("storage.directory.manifest", "storage.directory.migrations"),
-    "sqlite3": ("storage.disk_error", "storage.directory.", "storage.worker."),
-    "cryptography": ("storage.encryption.aes_gcm",),
+    "sqlite_utils": ("storage.local.directory.manifest", "storage.local.directory.migrations"),
+    "sqlite3": ("storage.disk_error", "storage.local."),
+    "cryptography": ("storage.local.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.spans",),
     "smg_grpc_proto": ("rpc.worker.",),
@@ -125,7 +128,7 @@ OWNERS = {
     "uvloop": ("cli.serve",),
     "rich": ("cli.",),
 }
-SQLITE_ERRORS_ONLY = ("storage.directory.manifest",)
+SQLITE_ERRORS_ONLY = ("storage.local.directory.manifest",)
 """The one module that uses sqlite3 itself; elsewhere it is an error to catch."""
 
 
@@ -176,6 +179,18 @@ def test_only_the_composition_root_looks_into_the_engine() -> None:
         if module.folder.startswith(("rpc", "cli"))
         for line, room in rooms_of(module)
         if room.startswith("engine") and room not in ENGINE_FACES
+    ]
+    assert wrong == []
+
+
+def test_the_tier_on_disk_is_one_room_behind_its_port() -> None:
+    """Another kind of cold tier is another folder: nobody but who composes and who mends knows this one."""
+    wrong = [
+        f"{module.path}:{line}: {room}"
+        for module in modules(SERVER)
+        if not module.folder.startswith(("storage.local", *TIER_OWNERS))
+        for line, room in rooms_of(module)
+        if room.startswith("storage.local")
     ]
     assert wrong == []
 

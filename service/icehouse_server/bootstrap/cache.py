@@ -20,15 +20,15 @@ from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, Q
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.storage.api import Outcome
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.directory.lock import take_lock
-from icehouse_server.storage.encryption.facts import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.local.directory.lock import take_lock
+from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, encrypted_fingerprint
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings
 from icehouse_server.storage.time_limit import in_time
-from icehouse_server.storage.worker.storage import Storage
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -44,7 +44,7 @@ class CacheParts:
 
     settings: PrefixSettings
     adopt_budget_s: float
-    storage: Storage | None
+    storage: LocalTier | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """What comes to the tiers and leaves them, for KV events."""
 
@@ -73,7 +73,7 @@ def build_cache_parts(
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
-    """Wire the cache. The directory is locked and opened by `Storage.lock` and `start`, not here.
+    """Wire the cache. The directory is locked and opened by `LocalTier.lock` and `start`, not here.
 
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
     """
@@ -100,7 +100,7 @@ def build_cache_parts(
     )
     storage = None
     if has_storage:
-        storage = Storage(
+        storage = LocalTier(
             StorageSettings(
                 directory=str(config.block_directory),
                 fingerprint=filed_as,

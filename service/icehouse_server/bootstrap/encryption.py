@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from icehouse_server.config import CacheConfig
 from icehouse_server.errors import Reason, StartError, extra_command
 from icehouse_server.small_file import read_small_file
-from icehouse_server.storage.directory.lock import take_lock
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.time_limit import in_time
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.
-    from icehouse_server.storage.encryption.aes_gcm import Cipher
+    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -93,7 +93,7 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
 def encryption() -> ModuleType:
     """Return the module of data keys. Raises StartError when `cryptography` is not installed."""
     try:
-        from icehouse_server.storage.directory import data_keys
+        from icehouse_server.storage.local.directory import data_keys
     except ImportError as error:
         raise StartError(
             Reason.ENCRYPTION_MISSING,
@@ -105,7 +105,7 @@ def encryption() -> ModuleType:
 
 
 def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
-    from icehouse_server.storage.encryption.aes_gcm import Cipher
+    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
     return Cipher(data_key, wrapped_key=wrapped_key)
 

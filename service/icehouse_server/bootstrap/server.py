@@ -44,7 +44,7 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
-from icehouse_server.storage.worker.storage import Storage
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ class Server:
     rpc: RpcServer
     router: Router
     clock: Clock
-    storage: Storage | None
+    storage: LocalTier | None
     """None without an SSD tier."""
     telemetry: TelemetryParts
     kv_events: KvEventParts

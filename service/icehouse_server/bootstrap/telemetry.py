@@ -15,7 +15,7 @@ from icehouse_server.errors import ConfigError, Reason, extra_command
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.monitoring.server_service import server_version
 from icehouse_server.rpc.server import RpcServer
-from icehouse_server.storage.messages import Outcome, Persisted
+from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 if TYPE_CHECKING:
@@ -63,16 +63,17 @@ class TelemetryParts:
         if tracer is None:
             return post
 
-        def pass_on(outcome: Outcome) -> None:
-            post(outcome)
-            if isinstance(outcome, Persisted) and outcome.request_id is not None:
+        def pass_on(message: Outcome) -> None:
+            post(message)
+            done = message.outcome if isinstance(message, Ticket) else None
+            if isinstance(done, Persisted) and done.request_id is not None:
                 tracer.spilled(
                     SpillRecord(
-                        request_id=call_of(outcome.request_id),
-                        start_time=outcome.start_time,
-                        duration_s=outcome.duration_s,
-                        token_count=outcome.record.token_count,
-                        size_bytes=outcome.record.file_bytes,
+                        request_id=call_of(done.request_id),
+                        start_time=done.start_time,
+                        duration_s=done.duration_s,
+                        token_count=done.record.token_count,
+                        size_bytes=done.record.file_bytes,
                     )
                 )
 

@@ -42,8 +42,8 @@ def change(
 ) -> None:
     """Have a new key open the cache instead of the configured one. Blocks stay as they are and readable."""
     from icehouse_server.bootstrap.encryption import encryption
-    from icehouse_server.storage.directory.lock import take_lock
     from icehouse_server.storage.files import SystemFiles
+    from icehouse_server.storage.local.directory.lock import take_lock
     from icehouse_server.storage.paths import StorePaths
 
     new_key = _new_key(new_key_file, new_key_command)

@@ -1,1 +1,2 @@
-"""The SSD tier: the storage thread's directory of block files. Nothing here sees an mx.array or a request."""
+"""The cold tier: its port and ticket, and what is shared by those who touch the cache directory. Nothing here
+sees an mx.array or a request."""

@@ -7,7 +7,6 @@ set back. So weights are read once, when they are new, and a start after that lo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from icehouse_server.clock import Clock
-from icehouse_server.storage.files import Files, read_text
+from icehouse_server.storage.files import Files, opened, read_text, write_anew
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.time_limit import in_time
 
@@ -84,14 +83,7 @@ class DigestBook:
     def _replace(self, text: bytes) -> None:
         partial = self._paths.digests + PARTIAL_SUFFIX
         self._files.make_dir(self._paths.root)
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(partial)
-        descriptor = self._files.create(partial)
-        try:
-            self._files.write(descriptor, [text], offset=0)
-            self._files.fsync(descriptor)
-        finally:
-            self._files.close(descriptor)
+        write_anew(self._files, partial, text, is_durable=True)
         self._files.rename(partial, self._paths.digests)
 
     def _load(self) -> None:
@@ -120,8 +112,7 @@ class DigestBook:
 
     def _read(self, path: str, size_bytes: int) -> str:
         """Hash a file, a piece on each core."""
-        descriptor = self._files.open(path)
-        try:
+        with opened(self._files, path) as descriptor:
             starts = range(0, size_bytes, _PIECE_BYTES)
             workers = max(1, min(_THREAD_LIMIT, os.cpu_count() or 1, len(starts)))
             with ThreadPoolExecutor(workers, thread_name_prefix="weight-digest") as pool:
@@ -133,8 +124,6 @@ class DigestBook:
                         starts,
                     )
                 )
-        finally:
-            self._files.close(descriptor)
         self.read_bytes += size_bytes
         return hashlib.sha256(size_bytes.to_bytes(8, "little") + b"".join(pieces)).hexdigest()
 

@@ -6,8 +6,6 @@ import dataclasses
 
 from icehouse_server.domain.ids import Fingerprint
 
-STALL_LIMIT_S = 5.0
-"""A storage thread that is at one piece of work for so long hangs, as far as others are concerned."""
 CODE_DETAIL = "code "
 """How those details of a fingerprint begin that are a module and the digest of its code."""
 

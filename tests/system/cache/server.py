@@ -27,10 +27,10 @@ from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.api import Inventory, Outcome
 from icehouse_server.storage.files import Files, SystemFiles
-from icehouse_server.storage.messages import Inventory, Outcome
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.engine import Recorder
 from tests.fixtures.patience import BOUND_S
@@ -122,7 +122,7 @@ class CacheServer:
         )
         self.recorder = WatchingRecorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=100)
-        self.storage: Storage | None = None
+        self.storage: LocalTier | None = None
         if directory is not None:
             storage_settings = StorageSettings(
                 directory=str(directory),
@@ -136,7 +136,7 @@ class CacheServer:
                 task_queue_limit_count=64,
                 reader_thread_count=2,
             )
-            self.storage = Storage(
+            self.storage = LocalTier(
                 dataclasses.replace(storage_settings, **storage_changes),
                 files=files or SystemFiles(),
                 clock=storage_clock or clock,

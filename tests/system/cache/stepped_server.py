@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
@@ -39,10 +40,10 @@ from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
+from icehouse_server.storage.api import Outcome, StorageClosed
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.messages import StorageClosed
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.worker.storage import Storage
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
@@ -66,7 +67,8 @@ class Answer:
 
 
 class SteppedServer:
-    """`directory` None goes without an SSD tier; `ram_blocks` is the RAM budget in plain kv blocks."""
+    """`directory` None goes without an SSD tier, or with another `tier`; `ram_blocks` is the RAM budget in
+    plain kv blocks."""
 
     def __init__(
         self,
@@ -88,16 +90,17 @@ class SteppedServer:
         adapters: Mapping[AdapterName, AdapterDigest] | None = None,
         files=None,
         clock=None,
+        tier: Callable[[Callable[[Outcome], None]], Any] | None = None,
         **storage_changes,
     ) -> None:
         self.clock = clock or FakeClock()
         self.runner = TokenRunner(facts, checkpoint_padding_bytes=checkpoint_padding_bytes)
         self.recorder = Recorder()
         self.mailbox: Mailbox[Message] = Mailbox(limit=1000)
-        self.is_storage_alive = directory is not None
+        self.is_storage_alive = directory is not None or tier is not None
         self.holds_storage = False
         """Set by a test to let the storage thread's work wait until `settle_storage`."""
-        self.storage: Storage | None = None
+        self.storage: Any = None if tier is None else tier(self._take)
         self.closed: StorageClosed | None = None
         if directory is not None:
             settings = StorageSettings(
@@ -112,7 +115,7 @@ class SteppedServer:
                 task_queue_limit_count=64,
                 reader_thread_count=1,
             )
-            self.storage = Storage(
+            self.storage = LocalTier(
                 dataclasses.replace(settings, **storage_changes),
                 files=files or SystemFiles(),
                 clock=self.clock,

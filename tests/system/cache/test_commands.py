@@ -28,7 +28,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.errors import IcehouseError, Reason
-from icehouse_server.storage.messages import StorageFailed
+from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt

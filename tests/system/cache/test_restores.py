@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import Damage, HostTensor
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_commands import (
     Evict,
     EvictReport,
@@ -23,8 +23,8 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
-from icehouse_server.storage.block_format.damage import BlockFileError
-from icehouse_server.storage.messages import StorageFailed
+from icehouse_server.storage.api import NewRows, StorageFailed
+from icehouse_server.storage.local.block_format.damage import BlockFileError
 
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (
@@ -114,7 +114,7 @@ def test_a_tier_that_is_lost_before_a_planned_load_is_asked_for_is_planned_witho
             served.submit("b", OTHERS)
             while len(served.controller._restores) < 2:
                 served.loop.step()
-        assert len(served.controller._loads) == 1, "both are planned, one is read"
+        assert len(served.cache.waits._waiting) == 1, "both are planned, one is read"
         served.mailbox.post(StorageFailed("the test broke it"))
         served.is_storage_alive = False
         served.step_until_idle()
@@ -407,7 +407,7 @@ def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_onc
         for name, tokens in prompts.items():
             served.submit(name, tokens)
         served.step_until_idle()
-        assert len(served.controller._loads) == 6, "no limit on prompts in preparation holds a read back"
+        assert len(served.cache.waits._waiting) == 6, "no limit on prompts in preparation holds a read back"
         served.settle_storage()
         served.runner.restored.clear()
         served.loop.step()
@@ -463,8 +463,8 @@ def test_a_reader_that_is_cancelled_at_any_step_leaves_others_running(tmp_path: 
 class EmptyTarget:
     """Arrays that the readers are not shown: they find memory themselves."""
 
-    def views(self) -> tuple[HostTensor, ...]:
-        return ()
+    def place(self, rows: NewRows) -> None:
+        """There is none."""
 
 
 def test_the_room_of_arrays_that_are_made_for_a_load_is_known_until_it_is_used(
@@ -499,7 +499,7 @@ def test_a_block_that_was_forgotten_and_is_still_stored_is_known_again_when_it_l
     fill(tmp_path)
     with SteppedServer(tmp_path, ram_blocks=5) as served:
         with monkeypatch.context() as patch:
-            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            patch.setattr("icehouse_server.storage.local.reader_pool.open_block", replaced)
             assert served.ask("a", TOKENS).cache.limit is ReuseLimit.LOAD_FAILED
         (first, *_) = served.cache.known_chain(TOKENS, DEFAULT_SCOPE)
         assert first.ram and not first.ssd
@@ -515,7 +515,7 @@ def test_a_pin_of_a_block_that_was_forgotten_and_is_still_stored_lasts(
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
         with monkeypatch.context() as patch:
-            patch.setattr("icehouse_server.storage.worker.reader_pool.open_block", replaced)
+            patch.setattr("icehouse_server.storage.local.reader_pool.open_block", replaced)
             served.ask("a", TOKENS)
         assert served.order(Pin(tuple(TOKENS[:BLOCK]))) == PinReport(1, BLOCK, BLOCK_BYTES)
     with SteppedServer(tmp_path) as served:

@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostBlock, HostTensor
-from icehouse_server.domain.ids import RequestId
-from icehouse_server.storage.loads import Loaded
-from icehouse_server.storage.messages import Evicted, Inventory, Outcome, Persisted
-from icehouse_server.storage.worker.credit import Credit
-from icehouse_server.storage.worker.storage import Storage
+from icehouse_server.storage.api import Evicted, Inventory, Loaded, Outcome, Persisted, Ticket
+from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer
@@ -90,17 +88,17 @@ def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architect
 def test_nothing_that_crosses_holds_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything the storage thread is given or gives back is searched to its leaves."""
     crossed: list[object] = []
-    spill, take = Storage.spill, CacheServer._take
+    put, take = LocalTier.put, CacheServer._take
 
-    def noted_spill(self: Storage, block: HostBlock, credit: Credit, **told: RequestId | None) -> None:
+    def noted_put(self: LocalTier, block: HostBlock, **told: Any) -> Ticket[Persisted]:
         crossed.append(block)
-        spill(self, block, credit, **told)
+        return put(self, block, **told)
 
     def noted_take(self: CacheServer, outcome: Outcome) -> None:
-        crossed.append(outcome)
+        crossed.append(outcome.outcome if isinstance(outcome, Ticket) else outcome)
         take(self, outcome)
 
-    monkeypatch.setattr(Storage, "spill", noted_spill)
+    monkeypatch.setattr(LocalTier, "put", noted_put)
     monkeypatch.setattr(CacheServer, "_take", noted_take)
     folder = tiny_model_dir(tmp_path, "gemma3_text", dtype="bfloat16")
     for turn in range(2):

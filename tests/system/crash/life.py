@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.clock import SystemClock
-from icehouse_server.storage.directory.data_keys import find_key
-from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.directory.offline import OfflineStore
-from icehouse_server.storage.directory.reconcile import Finding
-from icehouse_server.storage.encryption.aes_gcm import Cipher
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.data_keys import find_key
+from icehouse_server.storage.local.directory.manifest import Manifest
+from icehouse_server.storage.local.directory.offline import OfflineStore
+from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.paths import StorePaths
 
 GARBAGE = frozenset({Finding.PARTIAL, Finding.ADOPTABLE})

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind, pack_tokens
-from icehouse_server.storage.directory.data_keys import find_key, open_key, rewrap
-from icehouse_server.storage.directory.manifest import Manifest
-from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope
-from icehouse_server.storage.directory.quarantine import BALLAST_BYTES
+from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.loads import Loaded
+from icehouse_server.storage.local.directory.data_keys import find_key, open_key, rewrap
+from icehouse_server.storage.local.directory.manifest import Manifest
+from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
+from icehouse_server.storage.local.directory.space import BALLAST_BYTES
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
-from tests.unit.storage.worker.test_crash import check_is_clean
+from tests.unit.storage.local.test_crash import check_is_clean
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.system.crash.store_process"])
@@ -146,7 +146,7 @@ def poorer(block: HostBlock) -> HostBlock:
 def _load(served: StorageThread, block: HostBlock) -> None:
     """Load a block and compare each byte with what was spilled."""
     served.take()
-    served.storage.load(plan([block], origin=block.header.start_token_index))
+    served.storage.get_into(*plan([block], origin=block.header.start_token_index))
     found = next(o for o in served.take() if isinstance(o, Loaded))
     assert_holds(found, [block], origin=block.header.start_token_index)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from icehouse_server.storage.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import Finding
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.clock import SystemClock
-from icehouse_server.storage.directory.offline import OfflineStore
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.offline import OfflineStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer

@@ -16,7 +16,7 @@ from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_
 from icehouse_server.cli.terminal.logs import JsonFormatter
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Reason
-from icehouse_server.storage.directory.manifest import Manifest
+from icehouse_server.storage.local.directory.manifest import Manifest
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S

@@ -21,9 +21,9 @@ from icehouse_server.domain.blocks import (
     root_hash,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
-from icehouse_server.storage.block_format.file import prepare_block, write_block
-from icehouse_server.storage.encryption.aes_gcm import Cipher, unwrap_key
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.block_format.file import prepare_block, write_block
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher, unwrap_key
 from icehouse_server.storage.paths import StorePaths
 
 FINGERPRINT = Fingerprint(bytes(range(32)))

@@ -19,9 +19,9 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE
-from icehouse_server.storage.directory.offline import OfflineStore
-from icehouse_server.storage.directory.reconcile import Finding
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.offline import OfflineStore
+from icehouse_server.storage.local.directory.reconcile import Finding
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.whole_server import whole_server

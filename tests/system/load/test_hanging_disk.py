@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
-from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.store import BlockStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S

@@ -52,7 +52,7 @@ def check_disk(served: SimServer) -> None:
 def check_rest(served: SimServer) -> None:
     """Nothing is under way, so nothing may be held for it, and all accounts agree."""
     assert served.runner.is_empty, vars(served.runner)
-    assert not served.controller._restores and not served.controller._loads, "restores were left behind"
+    assert not served.controller._restores and not served.cache.waits._waiting, "restores were left behind"
     assert not served.spilling(), "blocks wait to be written for ever"
     ram = served.cache._ram
     assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)

@@ -12,16 +12,17 @@ from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Fin
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from icehouse_server.storage.loads import BlockFailure, Loaded, LoadFailed
-from icehouse_server.storage.messages import (
+from icehouse_server.storage.api import (
     Evicted,
+    Failure,
     Inventory,
+    Loaded,
     Outcome,
     Persisted,
-    StatsAnswer,
+    Ticket,
     Verified,
 )
-from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.local.directory.record import BlockRecord
 
 from tests.system.sim.disk import Rot
 from tests.system.sim.images import image_token_count
@@ -109,8 +110,9 @@ class Ledger:
             else:
                 self.damaged.add(block)
 
-    def note_outcome(self, outcome: Outcome, served: SimServer) -> None:
+    def note_outcome(self, message: Outcome, served: SimServer) -> None:
         """Compare what the SSD tier says with what it must say."""
+        outcome = message.outcome if isinstance(message, Ticket) else message
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
@@ -120,9 +122,11 @@ class Ledger:
             for block in outcome.hashes:
                 self.committed.pop(block, None)
             self.removed.update(outcome.hashes)
-        elif isinstance(outcome, StatsAnswer):
-            self.last_stats = outcome.stats
-        elif isinstance(outcome, LoadFailed) or (isinstance(outcome, Loaded) and outcome.failure is not None):
+        elif isinstance(outcome, CacheStats):
+            self.last_stats = outcome
+        elif isinstance(outcome, Failure) and isinstance(outcome.cause, Damage):
+            self._check_failure(outcome, served)
+        elif isinstance(outcome, Loaded) and outcome.failure is not None:
             self._check_failure(outcome.failure, served)
         elif isinstance(outcome, Verified):
             # Told at the end of a long task: what was damaged may have been written anew since.
@@ -143,9 +147,10 @@ class Ledger:
             )
         self._manifest_bytes = manifest_bytes
 
-    def _check_failure(self, failure: BlockFailure, served: SimServer) -> None:
+    def _check_failure(self, failure: Failure, served: SimServer) -> None:
         """A block may be called damaged only when somebody damaged it."""
         self.seen[f"failure {failure.cause}"] += 1
+        assert failure.hash is not None
         if failure.hash in self.damaged | self._mended or self.io_errors(served):
             return
         may_miss = failure.cause is Damage.MISSING and failure.hash in self.removed

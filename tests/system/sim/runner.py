@@ -16,6 +16,8 @@ from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, LayerSpan, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
+from icehouse_server.storage.api import NewRows
+from icehouse_server.storage.row_buffers import RowBuffers
 
 from tests.fixtures.engine import memory_model, model_info
 from tests.system.sim.images import vectors_of
@@ -73,6 +75,10 @@ class SimTarget:
     def __init__(self, capacity_token_count: int) -> None:
         self._shape = (1, 1, capacity_token_count, 1)
         self._buffers = [bytearray(b"\xfa" * 8 * capacity_token_count) for _ in _NAMES[RegionKind.KV]]
+
+    def place(self, rows: NewRows) -> RowBuffers:
+        """Return both as a place that these rows are read to."""
+        return RowBuffers(self.views(), rows)
 
     def views(self) -> tuple[HostTensor, ...]:
         """Return views of both."""

@@ -48,7 +48,7 @@ from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_repl
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimClock, SimServer
 from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
-from tests.unit.storage.worker.test_crash import check_is_clean
+from tests.unit.storage.local.test_crash import check_is_clean
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
 _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))

@@ -20,8 +20,8 @@ from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.messages import Outcome, StorageClosed, StorageFailed
-from icehouse_server.storage.worker.storage import Storage
+from icehouse_server.storage.api import Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
 from tests.fixtures.storage.hanging import HungReader, resume, stall
@@ -65,16 +65,16 @@ class _MailboxWithoutWaiting(Mailbox[Message]):
 class _WatchedStorage:
     """The SSD tier's port, with a note of every block that is handed over."""
 
-    def __init__(self, storage: Storage, ledger: Ledger) -> None:
+    def __init__(self, storage: LocalTier, ledger: Ledger) -> None:
         self._storage = storage
         self._ledger = ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def spill(self, block: HostBlock, credit: Any, **rest: Any) -> None:
+    def put(self, block: HostBlock, **rest: Any) -> Any:
         self._ledger.note_spill(block.header)
-        self._storage.spill(block, credit, **rest)
+        return self._storage.put(block, **rest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class SimServer:
         self.recorder = Recorder()
         self.mailbox = _MailboxWithoutWaiting()
         self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
-        self.storage: Storage | None = None
+        self.storage: LocalTier | None = None
         if setup.has_storage:
-            self.storage = Storage(
+            self.storage = LocalTier(
                 setup.storage_settings(str(life.directory), life.model),
                 files=self.disk,
                 clock=clock,

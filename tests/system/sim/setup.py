@@ -9,8 +9,8 @@ from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.encryption.aes_gcm import Cipher
+from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.settings import StorageSettings
 
 from tests.system.sim.model import ModelSpec

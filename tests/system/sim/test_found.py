@@ -25,7 +25,7 @@ from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.engine.prefix_cache.tiers import tenant_quota
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
-from icehouse_server.storage.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
 from tests.system.sim.event_watch import EventWatch

@@ -19,9 +19,11 @@ from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import channel, mirror
-from icehouse_server.storage.block_format import file, header, reader
-from icehouse_server.storage.directory import commit, reconcile, space, store
-from icehouse_server.storage.worker import credit, spiller
+from icehouse_server.storage import row_buffers
+from icehouse_server.storage.api import Loaded
+from icehouse_server.storage.local import credit, spiller
+from icehouse_server.storage.local.block_format import file, header, reader
+from icehouse_server.storage.local.directory import commit, reconcile, space, store
 
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.stories import play
@@ -62,13 +64,13 @@ def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    real = reader.KvBuffers.segments
+    real = row_buffers.RowBuffers.segments
 
-    def segments(self, region, *, start_token_index, token_count):
-        late = start_token_index > self.origin_token_index
-        return real(self, region, start_token_index=start_token_index - late, token_count=token_count)
+    def segments(self, tensors, *, start_token_index, token_count):
+        late = start_token_index > self.rows.origin_token_index
+        return real(self, tensors, start_token_index=start_token_index - late, token_count=token_count)
 
-    patch.setattr(reader.KvBuffers, "segments", segments)
+    patch.setattr(row_buffers.RowBuffers, "segments", segments)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,12 @@ def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(credit.Credit, "release", lambda self: None)
+    real = credit.Meter.give_back
+
+    def give_back(self, units):
+        real(self, units if units == 1 else 0)
+
+    patch.setattr(credit.Meter, "give_back", give_back)
 
 
 def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
@@ -264,7 +271,13 @@ def keep_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(controller.CacheController, "_give_up", lambda self, restore: [])
+    real = controller.CacheController._loaded
+
+    def loaded(self, restore, outcome):
+        if isinstance(outcome, Loaded) and outcome.failure is None:
+            real(self, restore, outcome)
+
+    patch.setattr(controller.CacheController, "_loaded", loaded)
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ def test_file_and_command_together_are_a_contradiction(tmp_path: Path) -> None:
 def test_without_the_package_nothing_starts_in_the_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "icehouse_server.storage.directory.data_keys", None)
-    monkeypatch.delattr("icehouse_server.storage.directory.data_keys", raising=False)
+    monkeypatch.setitem(sys.modules, "icehouse_server.storage.local.directory.data_keys", None)
+    monkeypatch.delattr("icehouse_server.storage.local.directory.data_keys", raising=False)
     config = CacheConfig(directory=str(tmp_path), key_file=str(key_file(tmp_path, KEY.hex().encode())))
     with pytest.raises(StartError, match=r"\.\[encryption\]") as caught:
         open_cipher(config, SystemFiles())

@@ -30,9 +30,9 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
-from icehouse_server.storage.directory.lock import take_lock
-from icehouse_server.storage.directory.store import BlockStore
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.lock import take_lock
+from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.models import tiny_model_dir

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage import files as files_module
-from icehouse_server.storage.directory.lock import take_lock
-from icehouse_server.storage.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.local.directory.lock import take_lock
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Space
 from icehouse_server.storage.paths import StorePaths
 
 FILES = SystemFiles()
@@ -145,3 +145,42 @@ def test_a_drive_that_fails_to_flush_is_told(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         files.fsync(descriptor)
     files.close(descriptor)
+
+
+def test_many_files_of_a_guarded_folder_are_looked_at_by_way_of_one_opening(tmp_path, monkeypatch):
+    files = SystemFiles()
+    files.guard(str(tmp_path))
+    folder = f"{tmp_path}/blocks"
+    files.make_dir(folder)
+    for name in "abc":
+        files.close(files.create(f"{folder}/{name}"))
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *args, **how: opened.append(args) or real(*args, **how))
+    found = files.stat_all(folder, ["a", "c", "gone"])
+    assert len(opened) == 2, "the root and the folder in it"
+    assert found == {name: files.stat(f"{folder}/{name}") for name in "ac"}
+    assert files.stat_all(f"{tmp_path}/nowhere", ["a"]) == {}
+
+
+def test_a_planted_folder_link_is_not_followed_by_a_look_at_many(tmp_path):
+    files = SystemFiles()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_bytes(b"x")
+    root = tmp_path / "cache"
+    root.mkdir(mode=0o700)
+    files.guard(str(root))
+    os.symlink(tmp_path / "elsewhere", root / "blocks")
+    with pytest.raises(OSError):
+        files.stat_all(f"{root}/blocks", ["a"])
+
+
+@pytest.mark.parametrize("target", ["blocks/b", "other/b"])
+def test_a_file_is_renamed_within_a_guarded_folder_and_into_another(tmp_path, target):
+    files = SystemFiles()
+    files.guard(str(tmp_path))
+    for folder in ("blocks", "other"):
+        files.make_dir(f"{tmp_path}/{folder}")
+    files.close(files.create(f"{tmp_path}/blocks/a"))
+    files.rename(f"{tmp_path}/blocks/a", f"{tmp_path}/{target}")
+    assert not (tmp_path / "blocks/a").exists() and (tmp_path / target).exists()

@@ -15,7 +15,7 @@ from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord, Trac
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
-from icehouse_server.storage.messages import Outcome, Persisted, SpillDropped
+from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
 from icehouse_server.telemetry import spans as module
 from icehouse_server.telemetry.spans import Spans, otlp_exporter
 from icehouse_server.telemetry.stages import stages_of
@@ -130,9 +130,9 @@ def test_what_storage_tells_becomes_a_span_and_goes_on_to_the_engine(index: int)
         room = TelemetryParts(load_config(flags={"telemetry.traces_endpoint": endpoint}, environ={}).config)
         assert room.watchers.tracer is not None
         outcomes = (
-            Persisted(record, part_of(request_id_of("r1", BLUE), index), 1_700_000_003.0, 0.5),
-            Persisted(record),
-            SpillDropped(record.hash, SpillDropCause.DUPLICATE),
+            Ticket(Persisted(record, part_of(request_id_of("r1", BLUE), index), 1_700_000_003.0, 0.5)),
+            Ticket(Persisted(record)),
+            Ticket[Persisted](Failure(SpillDropCause.DISK_FULL, hash=record.hash)),
         )
         for outcome in outcomes:
             room.watching(told.append)(outcome)

@@ -7,9 +7,9 @@ from datetime import datetime
 
 from icehouse_server.config.setting import size_text
 from icehouse_server.domain.ids import Fingerprint
-from icehouse_server.storage.directory.reconcile import Discrepancy
-from icehouse_server.storage.encryption.facts import KEY_DETAIL
-from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.local.directory.reconcile import Discrepancy
+from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
 
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")

@@ -28,11 +28,11 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.config.setting import size_text
 from icehouse_server.errors import Reason, StorageError
-from icehouse_server.storage.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
-from icehouse_server.storage.directory.reconcile import Finding
-from icehouse_server.storage.encryption.facts import KEY_DETAIL
 from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
+from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
 
 app = typer.Typer(
     name="cache",

@@ -22,7 +22,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
-from icehouse_server.storage.messages import Outcome
+from icehouse_server.storage.api import Outcome
 
 Item = TypeVar("Item")
 

@@ -22,6 +22,8 @@ import mlx.core as mx
 
 from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, bytes_of, dtype_name
+from icehouse_server.storage.api import KvPlace, NewRows
+from icehouse_server.storage.row_buffers import RowBuffers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class KvTarget:
         self._arrays[shape.name] = uninitialised(
             (1, shape.head_count, self._capacity, shape.width), dtype=shape.dtype
         )
+
+    def place(self, rows: NewRows) -> KvPlace:
+        """Return the arrays as a place that these rows are read to."""
+        return RowBuffers(self.views(), rows)
 
     def views(self) -> tuple[HostTensor, ...]:
         """Return the arrays' own bytes for another thread to write and drop.

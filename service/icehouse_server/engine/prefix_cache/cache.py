@@ -23,20 +23,31 @@ from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
-from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats, hang_detail
+from icehouse_server.engine.prefix_cache.stats import CountedParts, cache_stats
 from icehouse_server.engine.prefix_cache.tiers.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, block_match
 from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, IndexRules
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import PinExcess, TenantQuotas
-from icehouse_server.storage.loads import HeadRequest, LoadId, LoadRequest
-from icehouse_server.storage.messages import TaskId
-from icehouse_server.storage.record import BlockRecord
+from icehouse_server.engine.prefix_cache.timeouts import Waits
+from icehouse_server.storage.api import (
+    ColdTier,
+    Failure,
+    KvPlace,
+    Loaded,
+    Names,
+    NewRows,
+    Persisted,
+    PlannedBlock,
+    Purged,
+    StoredBlock,
+    Ticket,
+)
 
 
 class PrefixCache:
@@ -48,7 +59,7 @@ class PrefixCache:
         settings: PrefixSettings,
         facts: CacheFacts,
         runner: CacheRunner,
-        storage: StoragePort | None,
+        storage: ColdTier | None,
         clock: Clock,
         log: BlockLog | None = None,
     ) -> None:
@@ -64,6 +75,8 @@ class PrefixCache:
             limit_bytes=settings.ram_limit_bytes, block_token_count=block_token_count, log=log
         )
         self.rates = Rates()
+        self.waits = Waits(storage, self.rates, clock)
+        """Who is told what became of what was asked of the SSD tier."""
         self._counters = PrefixCounters()
         self._quotas = TenantQuotas(settings, index=self._index, ram=self._ram, log=log)
         self._spills = Spills(
@@ -73,7 +86,8 @@ class PrefixCache:
             quotas=self._quotas,
             counters=self._counters,
             runner=runner,
-            storage=storage,
+            waits=self.waits,
+            ended=self._spill_ended,
         )
         self._eviction = RamEviction(
             ram=self._ram, index=self._index, spills=self._spills, quotas=self._quotas
@@ -87,7 +101,7 @@ class PrefixCache:
     # What may be reused, and by whom.
 
     @property
-    def storage(self) -> StoragePort | None:
+    def storage(self) -> ColdTier | None:
         """The SSD tier; None without one, and when it is lost."""
         return self._spills.storage
 
@@ -131,19 +145,14 @@ class PrefixCache:
     # A prompt: what is known of it, and the plan.
 
     def ask_headers(
-        self,
-        load_id: LoadId,
-        token_ids: ReadSequence[int],
-        *,
-        scope: CacheScope,
-        shared_scope: CacheScope | None,
-    ) -> bool:
+        self, token_ids: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None
+    ) -> Ticket[tuple[BlockHeader, ...]] | None:
         """Have the headers of blocks read that may begin like the rest of this prompt.
 
-        False when nothing more is to be known of it, or the read queue is full.
+        None when nothing more is to be known of it, or the read queue is full.
         """
         if self.storage is None or self.rates.reads_hang:
-            return False
+            return None
         unread = self._index.unread_blocks(
             root=self.root(scope),
             token_ids=token_ids,
@@ -151,7 +160,7 @@ class PrefixCache:
             shared_root=self.shared_root(shared_scope),
         )
         names = tuple(entry.hash for entry in unread)
-        return bool(names) and self.storage.read_heads(HeadRequest(load_id, names))
+        return self.storage.heads(names) if names else None
 
     def learn_headers(self, headers: Iterable[BlockHeader]) -> None:
         """Take in the tokens of blocks that only the SSD knew."""
@@ -233,11 +242,11 @@ class PrefixCache:
 
     # A restore: what is read, whether it came, and whether it was of use.
 
-    def load(self, request: LoadRequest) -> bool:
-        """Have blocks read from SSD; False when the read queue is full, or the tier is lost by now."""
-        is_taken = self.storage is not None and self.storage.load(request)
-        self._counters.promote.load_total += is_taken
-        return is_taken
+    def load(self, blocks: ReadSequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
+        """Have blocks read from SSD; None when the read queue is full, or the tier is lost by now."""
+        ticket = None if self.storage is None else self.storage.get_into(blocks, into)
+        self._counters.promote.load_total += ticket is not None
+        return ticket
 
     def may_hold(self, plan: PrefixPlan) -> bool:
         """Whether RAM has room for what a plan loads, others' blocks aside."""
@@ -259,7 +268,7 @@ class PrefixCache:
 
     def remove(self, entries: ReadSequence[Entry]) -> None:
         """Remove blocks from both tiers, whatever keeps them there."""
-        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
+        stored = tuple(entry.hash for entry in entries if entry.ssd or entry.is_spilling)
         if stored:
             self._spills.remove(stored)
         for entry in entries:
@@ -340,7 +349,7 @@ class PrefixCache:
     # What the SSD tier reports.
 
     def take_inventory(
-        self, records: ReadSequence[BlockRecord], *, is_first: bool = True, is_last: bool = True
+        self, records: ReadSequence[StoredBlock], *, is_first: bool = True, is_last: bool = True
     ) -> None:
         """Take in a part of what the SSD tier holds; after the last one it holds nothing else."""
         if is_first:
@@ -361,21 +370,18 @@ class PrefixCache:
             self._quotas.note_stored(entry, before_bytes=entry.ssd_bytes, after_bytes=0)
             self._index.forget_stored(block)
 
-    def note_persisted(self, record: BlockRecord) -> None:
-        """Note that a block is committed on SSD, instead of shorter ones."""
-        entry = self._add_stored(record)
-        shorter = [other.hash for other in self._index.superseded(entry) if other.ssd]
-        if shorter:
+    def _spill_ended(self, sent: Entry, outcome: Persisted | Failure) -> None:
+        """Note that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        if isinstance(outcome, Failure):
+            if self._index.get(sent.hash) is sent:
+                self._eviction.spill_ended(sent, is_kept_on_ssd=bool(sent.ssd))
+            return
+        entry, record = self._add_stored(outcome.record), outcome.record
+        if shorter := tuple(other.hash for other in self._index.superseded(entry) if other.ssd):
             self._spills.remove(shorter)
         # An order to pin it that came after the commit may have come after its eviction, too.
         is_kept = record.pinned and not self._spills.is_to_be_removed(record.hash)
         self._eviction.spill_ended(entry, is_kept_on_ssd=is_kept)
-
-    def spill_ended(self, block: BlockHash) -> None:
-        """Note that a spill was dropped; the RAM copy of an evicted block goes now."""
-        entry = self._index.get(block)
-        if entry is not None:
-            self._eviction.spill_ended(entry, is_kept_on_ssd=bool(entry.ssd))
 
     def lose_storage(self) -> None:
         """The SSD tier is gone for good: forget it and go on with RAM alone."""
@@ -409,17 +415,13 @@ class PrefixCache:
         for entry in reversed(entries):
             self._quotas.set_pinned(entry, pinned=pinned)
 
-    def pin_stored(self, blocks: ReadSequence[BlockHash], *, pinned: bool) -> TaskId | None:
+    def pin_stored(self, blocks: Names, *, pinned: bool) -> Ticket[Names] | None:
         """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
         return self._spills.pin(blocks, pinned=pinned)
 
-    def remove_stored(self, blocks: ReadSequence[BlockHash]) -> TaskId | None:
+    def remove_stored(self, blocks: Names) -> Ticket[Purged] | None:
         """Order blocks to be removed from SSD, after those of every order before; None: too much waits."""
         return self._spills.remove(blocks)
-
-    def removal_ended(self, task_id: TaskId) -> None:
-        """Note that an order to remove blocks was carried out or given up."""
-        self._spills.removal_ended(task_id)
 
     @property
     def is_removing(self) -> bool:
@@ -438,14 +440,14 @@ class PrefixCache:
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's when they are given."""
         parts = CountedParts(self.settings, self.facts, self._ram, self._quotas, self._counters, self.rates)
-        detail = hang_detail(self.storage)
+        detail = self.waits.hang_detail()
         return cache_stats(parts, storage, now=self._clock.monotonic(), hang_detail=detail)
 
     def _purge(self, entry: Entry) -> None:
         self._ram.drop(entry, is_purge=True)
         self._index.discard_if_empty(entry)
 
-    def _add_stored(self, record: BlockRecord) -> Entry:
+    def _add_stored(self, record: StoredBlock) -> Entry:
         self._unseen.discard(record.hash)
         known = self._index.get(record.hash)
         before_bytes = 0 if known is None else known.ssd_bytes

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import BlockHeader
 from icehouse_server.domain.cache_commands import (
     BeginListing,
     BlockTokens,
@@ -41,20 +44,10 @@ from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.listing import BlockListing
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, recent_block
-from icehouse_server.engine.prefix_cache.timeouts import StorageTimeouts
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
-from icehouse_server.storage.loads import HeadRequest, HeadsRead, LoadId
-from icehouse_server.storage.messages import (
-    Listed,
-    Outcome,
-    PinsChanged,
-    Purged,
-    StatsAnswer,
-    TaskGivenUp,
-    TaskId,
-    Verified,
-)
+from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
 
+_Result = TypeVar("_Result")
 _Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
 _PINNED_RETRY_S = 60.0
@@ -85,45 +78,43 @@ class _PinChange:
 class CacheCommands:
     """Carries out commands on one prefix cache."""
 
-    def __init__(
-        self, cache: PrefixCache, clock: Clock, *, load_ids: Iterator[int], timeouts: StorageTimeouts
-    ) -> None:
+    def __init__(self, cache: PrefixCache, clock: Clock) -> None:
         self._cache = cache
         self._clock = clock
-        self._load_ids = load_ids
-        self._timeouts = timeouts
-        self._early: list[tuple[float, Command]] = []
-        """Since when each waits."""
+        self._waits = cache.waits
+        self._early_count = 0
+        """Commands that wait for the first inventory."""
+        self._end: IcehouseError | None = None
+        """Why the engine ends."""
         self._listing = BlockListing(cache)
-        self._readings: dict[LoadId, tuple[float, _Reply]] = {}
-        self._explanations: dict[LoadId, tuple[float, Explain, _Reply]] = {}
-        self._queries: dict[TaskId, tuple[float, Callable[[CacheStats], None]]] = {}
         self._last_stats: CacheStats | None = None
         """The storage thread's part, as it was last told."""
-        self._evictions: dict[TaskId, tuple[EvictReport, _Reply]] = {}
-        self._verifications: dict[TaskId, tuple[float, _Reply]] = {}
-        self._pin_changes: dict[TaskId, tuple[_PinChange, _Reply]] = {}
 
     def submit(self, message: Command) -> None:
         """Carry out a command, once it is known what the SSD holds: to evict all, say, means that too."""
         if not self._cache.is_inventory_due:
             self._carry_out(message)
-        elif len(self._early) < _EARLY_LIMIT:
-            self._early.append((self._clock.monotonic(), message))
+        elif self._early_count < _EARLY_LIMIT:
+            self._early_count += 1
+            self._waits.add(self._waits.inventory, partial(self._inventory_came, message), token_count=0)
         else:
             message.reply(_storage_busy())
 
-    def carry_out_early(self) -> None:
-        """What the SSD holds is known: carry out what waited for that."""
-        early, self._early = self._early, []
-        for _, message in early:
-            self._carry_out(message)
-
     def fail_early(self, error: IcehouseError) -> None:
         """The engine ends before the inventory came: answer the commands that wait for it."""
-        early, self._early = self._early, []
-        for _, message in early:
-            message.reply(error)
+        self._end = error
+        self._waits.settle_inventory()
+
+    def _inventory_came(self, message: Command, outcome: Failure | None) -> None:
+        self._early_count -= 1
+        if self._end is not None:
+            message.reply(self._end)
+        elif outcome is None:
+            self._carry_out(message)
+        elif isinstance(message.command, Explain):
+            message.reply(self._cache.explain(message.command))
+        else:
+            message.reply(_unanswered())
 
     def _carry_out(self, message: Command) -> None:
         """Answer a command now, or when the storage thread has done its part."""
@@ -139,147 +130,25 @@ class CacheCommands:
             message.reply(answer)
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
-        """Call `reply` with all counters, the storage thread's included."""
-        may_ask = self._cache.storage is not None and not self._timeouts.is_stalled
-        task_id = self._cache.storage.request_stats() if self._cache.storage and may_ask else None
-        if task_id is None:
-            reply(self._cache.stats(self._last_stats))
+        """Call `reply` with all counters, the storage thread's included, as they were last told where it does
+        not answer."""
+        storage = self._cache.storage
+        ticket = None if storage is None or self._waits.is_stalled else storage.stats()
+
+        def told(outcome: CacheStats | Failure) -> None:
+            if isinstance(outcome, CacheStats):
+                self._last_stats = outcome
+            reply(self._cache.stats(self._last_stats if self._cache.storage is not None else None))
+
+        if ticket is None:
+            told(Failure(Trouble.UNUSABLE))
         else:
-            self._queries[task_id] = (self._clock.monotonic(), reply)
-
-    def give_up_waits(self) -> None:
-        """Answer whoever has waited too long for an SSD tier that does not answer, as far as can be without.
-        An order that the storage thread has is its own to end, and the caller's deadline bounds the wait."""
-        now, timeouts = self._clock.monotonic(), self._timeouts
-        for task_id, (since, reply) in list(self._queries.items()):
-            if now - since >= _STATS_S:
-                del self._queries[task_id]
-                reply(self._cache.stats(self._last_stats))
-        for load_id, (since, tell) in list(self._readings.items()):
-            if timeouts.has_expired(since=since, load_id=load_id):
-                del self._readings[load_id]
-                self._timeouts.abandon(load_id)
-                tell(_storage_busy())
-        for load_id, (since, command, answer) in list(self._explanations.items()):
-            if timeouts.has_expired(since=since, load_id=load_id):
-                del self._explanations[load_id]
-                self._timeouts.abandon(load_id)
-                answer(self._cache.explain(command))
-        if any(timeouts.has_expired(since=since) for since, _ in self._early):
-            early, self._early = self._early, []
-            for _, message in early:
-                if isinstance(message.command, Explain):
-                    message.reply(self._cache.explain(message.command))
-                else:
-                    message.reply(_unanswered())
-
-    def take_tokens(self, outcome: HeadsRead) -> bool:
-        """Answer who asked for the token ids of these blocks; they are not kept. False: nobody did."""
-        waiting = self._readings.pop(outcome.load_id, None)
-        if waiting is None:
-            return False
-        _, answer = waiting
-        answer(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome.headers)))
-        return True
-
-    def met(self, outcome: HeadsRead) -> None:
-        """Explain what waited for these headers; their tokens are known by now."""
-        waiting = self._explanations.pop(outcome.load_id, None)
-        if waiting is not None:
-            _, command, answer = waiting
-            answer(self._cache.explain(command))
-
-    def receive(self, outcome: Outcome) -> None:
-        """Take an outcome that answers a command."""
-        if isinstance(outcome, StatsAnswer):
-            self._last_stats = outcome.stats
-            query = self._queries.pop(outcome.task_id, None)
-            if query is not None:
-                _, reply = query
-                reply(self._cache.stats(outcome.stats))
-        elif isinstance(outcome, PinsChanged):
-            self._pins_changed(outcome)
-        elif isinstance(outcome, Purged):
-            self._cache.removal_ended(outcome.task_id)
-            eviction = self._evictions.pop(outcome.task_id, None)
-            if eviction is not None:
-                report, answer = eviction
-                answer(
-                    dataclasses.replace(
-                        report, ssd_block_count=outcome.block_count, ssd_bytes=outcome.size_bytes
-                    )
-                )
-        elif isinstance(outcome, Verified):
-            verification = self._verifications.pop(outcome.task_id, None)
-            if verification is not None:
-                began, answer = verification
-                answer(
-                    VerifyReport(
-                        verified_block_count=outcome.checked_count,
-                        verified_bytes=outcome.checked_bytes,
-                        damaged_hashes=tuple(failure.hash for failure in outcome.damaged),
-                        duration_s=self._clock.monotonic() - began,
-                    )
-                )
-        elif isinstance(outcome, Listed):
-            listing = self._verifications.pop(outcome.task_id, None)
-            if listing is not None:
-                _, answer = listing
-                answer(StoredBlocks(outcome.hashes))
-        elif isinstance(outcome, TaskGivenUp):
-            self._give_up(outcome)
-
-    def _give_up(self, outcome: TaskGivenUp) -> None:
-        self._cache.removal_ended(outcome.task_id)
-        waiting = (
-            self._evictions.pop(outcome.task_id, None)
-            or self._verifications.pop(outcome.task_id, None)
-            or self._pin_changes.pop(outcome.task_id, None)
-        )
-        if waiting is not None and isinstance(waiting[0], _PinChange):
-            # Nothing may be pinned here that is not on SSD, nor the other way round.
-            change = waiting[0]
-            changed = [
-                e
-                for e, was in zip(change.entries, change.were_pinned, strict=True)
-                if was is not change.pinned
-            ]
-            self._cache.pin(changed, pinned=not change.pinned)
-        if waiting is not None:
-            _, answer = waiting
-            answer(
-                StorageError(
-                    Reason.STORE_UNUSABLE,
-                    f"the SSD tier cannot do this now: {outcome.detail}; try again later",
-                )
-            )
-
-    def lose_storage(self) -> None:
-        """The SSD tier is gone: answer whoever waits for it."""
-        error = StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
-        self._last_stats = None
-        for _, reply in self._queries.values():
-            reply(self._cache.stats(None))
-        for _, command, explained in self._explanations.values():
-            explained(self._cache.explain(command))
-        self._explanations.clear()
-        for _, told in self._readings.values():
-            told(BlockTokens(()))
-        self._readings.clear()
-        waiting = [answer for _, answer in self._evictions.values()]
-        waiting += [answer for _, answer in self._verifications.values()]
-        waiting += [answer for _, answer in self._pin_changes.values()]
-        self._queries.clear()
-        self._evictions.clear()
-        self._verifications.clear()
-        self._pin_changes.clear()
-        for answer in waiting:
-            answer(error)
+            self._waits.add(ticket, told, limit_s=_STATS_S)
 
     def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
         if isinstance(command, Explain):
             return self._explain(command, reply)
-        if self._timeouts.is_stalled and isinstance(command, _STORAGE_ORDERS):
+        if self._waits.is_stalled and isinstance(command, _STORAGE_ORDERS):
             raise _unanswered()
         if isinstance(command, Pin):
             return self._pin(command.prompt_token_ids, command.scope, pinned=True, reply=reply)
@@ -303,13 +172,32 @@ class CacheCommands:
         if self._cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
         if isinstance(command, ListStored):
-            task_id = self._cache.storage.list_stored(block_limit=command.block_limit)
+            listed = self._cache.storage.names(block_limit=command.block_limit)
+            self._await(listed, reply, StoredBlocks)
         else:
-            task_id = self._cache.storage.verify(command.block_hashes)
-        if task_id is None:
-            raise _storage_busy()
-        self._verifications[task_id] = (self._clock.monotonic(), reply)
+            began = self._clock.monotonic()
+            verified = self._cache.storage.verify(command.block_hashes)
+            self._await(verified, reply, lambda found: self._verified(found, began))
         return None
+
+    def _await(
+        self, ticket: Ticket[_Result] | None, reply: _Reply, answer: Callable[[_Result], CacheAnswer]
+    ) -> None:
+        """Have an order answered when the storage thread has carried it out. It is its own to end, and the
+        caller's deadline bounds the wait. Raises `Overloaded` where there is none: too much waits."""
+        if ticket is None:
+            raise _storage_busy()
+        self._waits.add(
+            ticket, lambda found: reply(_refusal(found) if isinstance(found, Failure) else answer(found))
+        )
+
+    def _verified(self, found: Verified, began: float) -> VerifyReport:
+        return VerifyReport(
+            verified_block_count=found.checked_count,
+            verified_bytes=found.checked_bytes,
+            damaged_hashes=tuple(failure.hash for failure in found.damaged if failure.hash is not None),
+            duration_s=self._clock.monotonic() - began,
+        )
 
     def _recent(self, command: ListRecent) -> RecentBlocks:
         found = {entry.hash: entry for entry in self._cache.blocks(limit=command.block_limit)}
@@ -318,12 +206,18 @@ class CacheCommands:
 
     def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks that this process never saw whole are read."""
-        load_id = LoadId(next(self._load_ids))
-        if not self._cache.ask_headers(
-            load_id, command.prompt_token_ids, scope=command.scope, shared_scope=command.shared_scope
-        ):
+        ticket = self._cache.ask_headers(
+            command.prompt_token_ids, scope=command.scope, shared_scope=command.shared_scope
+        )
+        if ticket is None:
             return self._cache.explain(command)
-        self._explanations[load_id] = (self._clock.monotonic(), command, reply)
+
+        def met(outcome: tuple[BlockHeader, ...] | Failure) -> None:
+            if not isinstance(outcome, Failure):
+                self._cache.learn_headers(outcome)
+            reply(self._cache.explain(command))
+
+        self._waits.add(ticket, met, token_count=0)
         return None
 
     def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
@@ -331,10 +225,18 @@ class CacheCommands:
             return BlockTokens(())
         if self._cache.rates.reads_hang:
             raise _storage_busy()
-        load_id = LoadId(next(self._load_ids))
-        if not self._cache.storage.read_heads(HeadRequest(load_id, command.block_hashes)):
+        ticket = self._cache.storage.heads(command.block_hashes)
+        if ticket is None:
             raise _storage_busy()
-        self._readings[load_id] = (self._clock.monotonic(), reply)
+
+        def read(outcome: tuple[BlockHeader, ...] | Failure) -> None:
+            if isinstance(outcome, Failure):
+                reply(BlockTokens(()) if outcome.cause is Trouble.LOST else _storage_busy())
+            else:
+                # They are not kept.
+                reply(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome)))
+
+        self._waits.add(ticket, read, token_count=0)
         return None
 
     def _pin(
@@ -346,15 +248,15 @@ class CacheCommands:
             self._refuse_pin(entries)
         changed = tuple(entry for entry in entries if pinned or entry.is_pinned)
         change = _PinChange(pinned, changed, tuple(entry.is_pinned for entry in changed))
-        stored = [entry.hash for entry in change.entries if entry.ssd or entry.is_spilling]
+        stored = tuple(entry.hash for entry in change.entries if entry.ssd or entry.is_spilling)
         if not stored or self._cache.storage is None:
             self._cache.pin(change.entries, pinned=pinned)
             return change.report()
-        task_id = self._cache.pin_stored(stored, pinned=pinned)
-        if task_id is None:
+        ticket = self._cache.pin_stored(stored, pinned=pinned)
+        if ticket is None:
             raise _storage_busy()
         self._cache.pin(change.entries, pinned=pinned)
-        self._pin_changes[task_id] = (change, reply)
+        self._waits.add(ticket, lambda outcome: reply(self._pins_changed(change, outcome)))
         return None
 
     def _refuse_pin(self, entries: list[Entry]) -> None:
@@ -379,19 +281,20 @@ class CacheCommands:
                 retry_after_s=_BUSY_RETRY_S,
             )
 
-    def _pins_changed(self, outcome: PinsChanged) -> None:
-        waiting = self._pin_changes.pop(outcome.task_id, None)
-        if waiting is None:
-            return  # the tier was lost meanwhile, by a reader, and the caller was told
-        change, answer = waiting
+    def _pins_changed(self, change: _PinChange, outcome: Names | Failure) -> PinReport | IcehouseError:
+        if isinstance(outcome, Failure):
+            if outcome.cause is not Trouble.LOST:
+                # Nothing may be pinned here that is not on SSD, nor the other way round.
+                pairs = zip(change.entries, change.were_pinned, strict=True)
+                changed = [entry for entry, was in pairs if was is not change.pinned]
+                self._cache.pin(changed, pinned=not change.pinned)
+            return _refusal(outcome)
         if not change.pinned:
-            answer(change.report())
-            return
-        missing = frozenset(outcome.missing)
+            return change.report()
         # What was there when it was pinned may have been found damaged by now.
-        kept = tuple(e for e in change.entries if e.ram or (e.ssd and e.hash not in missing))
+        kept = tuple(e for e in change.entries if e.ram or (e.ssd and e.hash not in outcome))
         self._cache.pin([entry for entry in change.entries if entry not in kept], pinned=False)
-        answer(dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin())
+        return dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin()
 
     def _known(self, command: Evict | ListKnown) -> list[Entry]:
         """Return the blocks that a command means, in the order in which they were made or of the prompt."""
@@ -403,17 +306,20 @@ class CacheCommands:
         cache = self._cache
         in_ram = [entry for entry in entries if entry.ram]
         # A block on its way to SSD is there before this command is carried out.
-        stored = [entry.hash for entry in entries if entry.ssd or entry.is_spilling]
+        stored = tuple(entry.hash for entry in entries if entry.ssd or entry.is_spilling)
         report = EvictReport(len(in_ram), sum(entry.ram_bytes for entry in in_ram))
-        task_id = None
+
+        def removed(purged: Purged) -> EvictReport:
+            return dataclasses.replace(
+                report, ssd_block_count=purged.block_count, ssd_bytes=purged.size_bytes
+            )
+
         # Nor is one gone that a quota or an order before has made go, until the storage thread gets there.
-        if cache.storage is not None and (stored or cache.is_removing):
-            task_id = cache.remove_stored(stored)
-            if task_id is None:
-                raise _storage_busy()
-            self._evictions[task_id] = (report, reply)
-        cache.purge(entries, with_ssd=task_id is not None)
-        return report if task_id is None else None
+        asks_ssd = cache.storage is not None and (bool(stored) or cache.is_removing)
+        if asks_ssd:
+            self._await(cache.remove_stored(stored), reply, removed)
+        cache.purge(entries, with_ssd=asks_ssd)
+        return None if asks_ssd else report
 
 
 def _nothing_to_pin() -> NotFound:
@@ -427,6 +333,15 @@ def _unanswered() -> StorageError:
     """Return the refusal of a command that needs a storage thread which hangs."""
     return StorageError(
         Reason.STORE_UNUSABLE, "the SSD tier does not answer, since its disk hangs; try again later"
+    )
+
+
+def _refusal(failure: Failure) -> StorageError:
+    """Return what whoever gave an order is told of its failure."""
+    if failure.cause is Trouble.LOST:
+        return StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
+    return StorageError(
+        Reason.STORE_UNUSABLE, f"the SSD tier cannot do this now: {failure.detail}; try again later"
     )
 
 

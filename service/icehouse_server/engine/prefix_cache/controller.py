@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from itertools import count
+from functools import partial
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, RegionKind
@@ -21,23 +21,11 @@ from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
-from icehouse_server.engine.prefix_cache.timeouts import StorageTimeouts
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.loads import BlockFailure, HeadsRead, Loaded, LoadFailed, LoadId
-from icehouse_server.storage.messages import (
-    Evicted,
-    Inventory,
-    Outcome,
-    Persisted,
-    SpillDropped,
-    StorageClosed,
-    StorageFailed,
-)
+from icehouse_server.storage.api import Evicted, Failure, Inventory, Loaded, Outcome, Ticket, Trouble
 
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the index says."""
-_LOOK_S = 0.1
-"""How often it is looked whether a wait for the SSD tier has lasted too long."""
 
 
 class CacheController:
@@ -49,10 +37,9 @@ class CacheController:
     def __init__(
         self, *, cache: PrefixCache, runner: CacheRunner, clock: Clock, adopt_budget_s: float
     ) -> None:
-        load_ids = count(1)
         self.cache = cache
-        self._timeouts = StorageTimeouts(cache, clock)
-        self.commands = CacheCommands(cache, clock, load_ids=load_ids, timeouts=self._timeouts)
+        self._waits = cache.waits
+        self.commands = CacheCommands(cache, clock)
         self._runner = runner
         self._clock = clock
         self.adopt_budget_s = adopt_budget_s
@@ -60,10 +47,9 @@ class CacheController:
         self._restores: dict[SequenceId, Restore] = {}
         self._lent: dict[SequenceId, tuple[BlockHash, ...]] = {}
         """Blocks whose arrays sequences read where they are, as long as these live."""
-        self._loads: dict[LoadId, Restore] = {}
-        self._load_ids = load_ids
-        self._header_fetches = HeaderFetches(cache, clock, load_ids=load_ids, timeouts=self._timeouts)
-        self._look_time = 0.0
+        self._ready: list[Sequence] = []
+        """Sequences that need wait for SSD no longer, since the last time that somebody looked."""
+        self._header_fetches = HeaderFetches(cache, ready=self._ready.append)
         self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
             cache.settings,
@@ -106,56 +92,32 @@ class CacheController:
         return Phase.RESTORING
 
     def receive(self, outcome: Outcome) -> list[Sequence]:
-        """Take an outcome of the SSD tier; return the sequences whose load has ended."""
-        cache = self.cache
-        if isinstance(outcome, Loaded):
-            return self._loaded(outcome)
-        if isinstance(outcome, HeadsRead):
-            if self.commands.take_tokens(outcome):
-                return []
-            ready = self._header_fetches.met(outcome)
-            self.commands.met(outcome)
-            return ready
-        if isinstance(outcome, LoadFailed):
-            return self._load_failed(outcome.load_id, outcome.failure)
-        if isinstance(outcome, Inventory):
-            cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
-            if not outcome.is_last:
-                return []
-            ready = self._header_fetches.take_early()
-            self.commands.carry_out_early()
-            return ready
-        if isinstance(outcome, Persisted):
-            cache.note_persisted(outcome.record)
-        elif isinstance(outcome, SpillDropped):
-            self._spill_dropped(outcome)
+        """Take in what the SSD tier posts; return the sequences that need wait for it no longer."""
+        if isinstance(outcome, Ticket):
+            self._waits.settle(outcome)
+        elif isinstance(outcome, Inventory):
+            self.cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
+            if outcome.is_last:
+                self._waits.settle_inventory()
         elif isinstance(outcome, Evicted):
             for name in outcome.hashes:
-                cache.forget_stored(name)
-        elif isinstance(outcome, StorageFailed | StorageClosed):
-            return self._lose_storage()
+                self.cache.forget_stored(name)
         else:
-            self.commands.receive(outcome)
-        return []
+            # Nothing more comes from SSD: whoever waits for it plans again without it.
+            self.cache.lose_storage()
+            self._waits.lose_storage()
+        return self._take_ready()
 
     def give_up_waits(self) -> list[Sequence]:
         """Return the sequences that have waited too long for an SSD tier that does not answer: they are
         planned again without it."""
-        now = self._clock.monotonic()
-        if self.cache.storage is None or now < self._look_time:
-            return []
-        self._look_time = now + _LOOK_S
-        given_up = self._header_fetches.give_up()
-        for load_id, restore in list(self._loads.items()):
-            token_count = restore.plan.token_count
-            if self._timeouts.has_expired(since=restore.asked_time, token_count=token_count, load_id=load_id):
-                del self._loads[load_id]
-                self._timeouts.abandon(load_id)
-                restore.with_ssd = False
-                given_up += self._give_up(restore)
-        self.commands.give_up_waits()
-        self._timeouts.look()
-        return given_up
+        self._waits.look()
+        return self._take_ready()
+
+    def _take_ready(self) -> list[Sequence]:
+        ready = self._ready[:]
+        self._ready.clear()
+        return ready
 
     def leave_cores(self, *, to_decode: bool) -> None:
         """Have loads take little of the cores while rows decode at an even pace, or all that they can."""
@@ -298,7 +260,7 @@ class CacheController:
     @property
     def is_stalled(self) -> bool:
         """Whether the storage thread hangs, so that nothing is written, removed or counted."""
-        return self._timeouts.is_stalled
+        return self._waits.is_stalled
 
     @property
     def leaving_bytes(self) -> int:
@@ -342,38 +304,15 @@ class CacheController:
             sequence.note_cache(CacheReport(limit=limit))
         self.cache.start_chain(sequence, 0)
 
-    def _lose_storage(self) -> list[Sequence]:
-        """Nothing more comes from SSD: whoever waits for it plans again without it."""
-        self.cache.lose_storage()
-        self.commands.lose_storage()
-        waiting = [sequence for restore in self._loads.values() for sequence in self._give_up(restore)]
-        self._loads.clear()
-        waiting += self._header_fetches.abandon()
-        self.commands.carry_out_early()
-        return waiting
-
-    def _spill_dropped(self, outcome: SpillDropped) -> None:
-        """Note that a spill was dropped. What is on SSD all the same was forgotten here when a load of it
-        failed, while it was written anew."""
-        cache, record = self.cache, outcome.stored
-        if record is None or cache.storage is None:
-            cache.spill_ended(outcome.hash)
-            return
-        cache.note_persisted(record)
-        entry = cache.find(record.hash)
-        if entry is not None and entry.is_pinned and not record.pinned:
-            cache.pin_stored([record.hash], pinned=True)
-
     def _load(self, restore: Restore, *, budget_s: float) -> Phase:
         if restore.awaits_target and not restore.continue_target(self._runner, budget_s=budget_s):
             return Phase.RESTORING
-        load_id = LoadId(next(self._load_ids))
-        if not self.cache.load(restore.make_request(load_id)):
+        ticket = self.cache.load(*restore.make_request())
+        if ticket is None:
             restore.with_ssd = False
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
-        self._loads[load_id] = restore
-        restore.asked_time = self._clock.monotonic()
+        self._waits.add(ticket, partial(self._loaded, restore), token_count=restore.plan.token_count)
         return Phase.LOADING
 
     def _bring_to_ram(self, restore: Restore, copy: BlockCopy, *, budget_s: float) -> Phase:
@@ -392,32 +331,27 @@ class CacheController:
         del self._restores[restore.sequence.sequence_id]
         self._in_flight.withdraw(restore.sequence)
 
-    def _loaded(self, outcome: Loaded) -> list[Sequence]:
-        self.cache.rates.note_read(outcome.read_bytes_per_s)
-        if outcome.failure is not None:
-            return self._load_failed(outcome.load_id, outcome.failure)
-        restore = self._loads.pop(outcome.load_id, None)
-        if restore is None or restore.sequence.sequence_id not in self._restores:
-            return []
-        restore.loaded = outcome
-        return [restore.sequence]
+    def _loaded(self, restore: Restore, outcome: Loaded | Failure) -> None:
+        failure = outcome if isinstance(outcome, Failure) else outcome.failure
+        if isinstance(outcome, Loaded):
+            self.cache.rates.note_read(outcome.read_bytes_per_s)
+            restore.loaded = None if failure is not None else outcome
+        is_waiting = self._restores.get(restore.sequence.sequence_id) is restore
+        if failure is not None:
+            self._load_failed(restore, failure, is_waiting=is_waiting)
+        if is_waiting:
+            self._ready.append(restore.sequence)
 
-    def _load_failed(self, load_id: LoadId, failure: BlockFailure) -> list[Sequence]:
-        restore = self._loads.pop(load_id, None)
-        if failure.cause is not Damage.MEMORY:
-            self.cache.forget_stored(failure.hash)
-        elif restore is not None:
-            # The block is still there; what there is no memory for now is not tried again at once.
-            restore.with_ssd = False
-        return self._give_up(restore)
-
-    def _give_up(self, restore: Restore | None) -> list[Sequence]:
+    def _load_failed(self, restore: Restore, failure: Failure, *, is_waiting: bool) -> None:
+        """Plan again: without a block that is damaged, or without SSD where it does not answer or memory is
+        short. What there is no memory for is still there, and not tried again at once."""
         self.cache.note_load_failed()
-        if restore is None or restore.sequence.sequence_id not in self._restores:
-            return []
-        self._in_flight.withdraw(restore.sequence)
-        restore.has_failed = restore.is_to_plan = True
-        return [restore.sequence]
+        restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
+        if failure.hash is not None and failure.cause is not Damage.MEMORY:
+            self.cache.forget_stored(failure.hash)
+        if is_waiting:
+            self._in_flight.withdraw(restore.sequence)
+            restore.has_failed = restore.is_to_plan = True
 
     def _adopted(self, restore: Restore, *, spent_s: float) -> None:
         sequence, plan = restore.sequence, restore.plan

@@ -20,7 +20,7 @@ from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, Match
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
-from icehouse_server.storage.loads import PlannedBlock
+from icehouse_server.storage.api import PlannedBlock
 
 _ADOPT_WEIGHT = 0.3
 _LEAST_LOADS = 3

@@ -25,7 +25,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
     PlacedBlock,
     RestoreInput,
 )
-from icehouse_server.storage.loads import Loaded, LoadId, LoadRequest
+from icehouse_server.storage.api import KvPlace, Loaded, NewRows, PlannedBlock
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,8 +44,6 @@ class Restore:
     """Its load has failed: the plan holds no more."""
     with_ssd: bool = True
     """False once the read queue was full, or memory short: what RAM has is taken."""
-    asked_time: float = 0.0
-    """When its load was asked for."""
     loaded: Loaded | None = None
     target: KvTarget | None = None
     """Where the kv on SSD is to be read to, if it is a matter of kv."""
@@ -88,16 +86,15 @@ class Restore:
             self.sequence.loading_room_token_count = self.target_row_count
         return self.is_target_made
 
-    def make_request(self, load_id: LoadId) -> LoadRequest:
-        """Ask for what RAM lacks."""
+    def make_request(self) -> tuple[tuple[PlannedBlock, ...], KvPlace | NewRows]:
+        """Return what RAM lacks, and where it is to be read to."""
         assert not self.awaits_target
-        blocks, capacity = self.plan.to_load, self.capacity_token_count
         # Arrays on the device have rows for tokens in RAM too, if these are copied there; buffers of the
         # readers begin with what they read.
-        own = self.target is not None
-        origin = self.target_origin_token_index if own else self.plan.origin_token_index
-        targets = () if self.target is None else self.target.views()
-        return LoadRequest(load_id, blocks, origin, capacity - origin, targets)
+        origin = self.plan.origin_token_index if self.target is None else self.target_origin_token_index
+        rows = NewRows(origin, self.capacity_token_count - origin)
+        place = None if self.target is None else self.target.place(rows)
+        return self.plan.to_load, rows if place is None else place
 
     def plan_again(self, plan: PrefixPlan) -> None:
         """Begin anew with another plan; what was read for the last one is let go of."""

@@ -14,11 +14,10 @@ from icehouse_server.domain.cache_stats import (
 )
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-from icehouse_server.storage.settings import STALL_LIMIT_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,18 +30,6 @@ class CountedParts:
     quotas: TenantQuotas
     counters: PrefixCounters
     rates: Rates
-
-
-def hang_detail(storage: StoragePort | None) -> str:
-    """Say which part of the SSD tier does not answer, and what follows; empty where all is well."""
-    if storage is None:
-        return ""
-    parts = []
-    if storage.hung_read_count:
-        parts.append(f"{storage.hung_read_count} reads hang; prompts are computed until they return")
-    if storage.stall_s >= STALL_LIMIT_S:
-        parts.append(f"the storage thread hangs for {storage.stall_s:.0f} s; nothing is written meanwhile")
-    return f"The disk does not answer: {'; '.join(parts)}" if parts else ""
 
 
 def cache_stats(

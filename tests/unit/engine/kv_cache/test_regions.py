@@ -17,7 +17,7 @@ from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.caches import quantize_caches
 from icehouse_server.engine.kv_cache.layout import KvCutting
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
-from icehouse_server.storage.block_format.header import DTYPE_BYTES
+from icehouse_server.storage.local.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.patience import BOUND_S

@@ -19,7 +19,7 @@ from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.prefix_cache.tiers.children import Children
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry, Spilling
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
-from icehouse_server.storage.record import BlockRecord
+from icehouse_server.storage.api import StoredBlock
 
 _CANDIDATE_LIMIT = 512
 """Children of one block that are compared token by token for a match that ends inside one."""
@@ -184,7 +184,7 @@ class BlockIndex:
             return  # not of this version: the block is found by its name alone
         self.learn_tokens(entry, keys)
 
-    def add_stored(self, record: BlockRecord) -> Entry:
+    def add_stored(self, record: StoredBlock) -> Entry:
         """Note that a block is committed on SSD."""
         entry = self._entries.get(record.hash)
         if entry is None:

@@ -1,4 +1,4 @@
-"""Ports of the prefix cache: of the device, to cut and rebuild; of the SSD tier, to keep.
+"""Port of the prefix cache to the device, to cut and rebuild; to the SSD tier see `storage.api`.
 
 Regions are opaque here. The runner makes them from caches and gives them back as host memory.
 """
@@ -6,14 +6,13 @@ Regions are opaque here. The runner makes them from caches and gives them back a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor, Region, RegionKind
-from icehouse_server.domain.ids import BlockHash, RequestId, SequenceId
+from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
+from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
-from icehouse_server.storage.loads import HeadRequest, Loaded, LoadId, LoadRequest
-from icehouse_server.storage.messages import TaskId
+from icehouse_server.storage.api import ColdTier, KvPlace, Loaded, NewRows, Ticket
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,8 +62,9 @@ class KvCutting(Protocol):
 class KvTarget(Protocol):
     """Arrays on the device that will be a sequence's kv once readers have filled them."""
 
-    def views(self) -> tuple[HostTensor, ...]:
-        """Return the arrays' own bytes, row 0 being token 0, for other threads to write and drop."""
+    def place(self, rows: NewRows) -> KvPlace | None:
+        """Return the arrays' own bytes for other threads to write and drop, as such rows of a sequence; None
+        where readers are to find memory."""
         ...
 
 
@@ -144,71 +144,11 @@ class CacheRunner(Protocol):
         ...
 
 
-class StoragePort(Protocol):
-    """The SSD tier, from the inference thread: nothing blocks, answers come through the mailbox."""
+class TierWaits(Protocol):
+    """The SSD tier, None without one and when it is lost, and those who wait for what it was asked."""
 
-    def try_reserve(self, size_bytes: int) -> Any | None:
-        """Take credit in the write queue; None when it is full."""
-        ...
+    storage: ColdTier | None
 
-    def spill(
-        self, block: HostBlock, credit: Any, *, pinned: bool = False, request_id: RequestId | None = None
-    ) -> None:
-        """Hand over a block to be written, for this request. Answered by Persisted or SpillDropped."""
-        ...
-
-    def load(self, request: LoadRequest) -> bool:
-        """Ask for blocks. Answered by Loaded or LoadFailed; False when the queue is full."""
-        ...
-
-    def leave_cores(self, *, to_decode: bool) -> None:
-        """Read at a small share of a core from now on, or at full speed; what is under way too."""
-        ...
-
-    def read_heads(self, request: HeadRequest) -> bool:
-        """Ask for the token ids of blocks. Answered by HeadsRead; False when the queue is full."""
-        ...
-
-    def silence_s(self, load_id: LoadId) -> float:
-        """Return for how long nothing has come on with a load or a question for headers; 0 once answered."""
-        ...
-
-    def abandon(self, load_id: LoadId) -> None:
-        """Stop waiting for a load or for headers; an answer may follow all the same."""
-        ...
-
-    @property
-    def hung_read_count(self) -> int:
-        """Reads that were abandoned and that the disk has not come back from."""
-        ...
-
-    @property
-    def stall_s(self) -> float:
-        """For how long the storage thread has been at one piece of work; 0 while it waits for some."""
-        ...
-
-    def touch(self, hashes: Sequence[BlockHash]) -> bool:
-        """Note that blocks were used, a chain from its end to its beginning. False: too much waits."""
-        ...
-
-    def pin(self, hashes: Sequence[BlockHash], *, pinned: bool = True) -> TaskId | None:
-        """Keep blocks from eviction by policy, those handed over to be written as well, or stop to. Answered
-        by PinsChanged or TaskGivenUp; None: too much waits."""
-        ...
-
-    def evict(self, hashes: Sequence[BlockHash]) -> TaskId | None:
-        """Remove blocks by order. Answered by Evicted, then Purged, or TaskGivenUp; None: too much waits."""
-        ...
-
-    def verify(self, hashes: Sequence[BlockHash] | None = None) -> TaskId | None:
-        """Read and hash blocks, None for all. Answered by Verified or TaskGivenUp; None: too much waits."""
-        ...
-
-    def list_stored(self, *, block_limit: int) -> TaskId | None:
-        """Name stored blocks, least recently verified first; 0 is all. Answered by Listed or TaskGivenUp;
-        None: too much waits."""
-        ...
-
-    def request_stats(self) -> TaskId | None:
-        """Ask for the counters. Answered by StatsAnswer; None: too much waits."""
+    def add(self, ticket: Ticket[Any], then: Callable[[Any], object]) -> None:
+        """Call `then` with a ticket's outcome when it comes."""
         ...

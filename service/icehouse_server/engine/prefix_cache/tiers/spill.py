@@ -7,6 +7,7 @@ step; the row is the commit. What is under way is said by the entries themselves
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
@@ -15,23 +16,17 @@ from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.host_copies import HostCopies
 from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, HostCopy, StoragePort
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, HostCopy, TierWaits
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-from icehouse_server.storage.messages import TaskId
-
-_FILE_OVERHEAD_BYTES = 64 * 1024
-"""Header and alignment of a block file, added to what a spill reserves."""
+from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket
 
 _SHORT_CHILD_LIMIT = 64
 """Children of a block below the minimum that are asked whether a longer prefix goes through them."""
 
 
 class Spills:
-    """`storage` is None without an SSD tier, and from the moment it is lost.
-
-    A `request_id` says on whose account a block is written; None for nobody's.
-    """
+    """A `request_id` says on whose account a block is written; None for nobody's."""
 
     def __init__(
         self,
@@ -42,18 +37,28 @@ class Spills:
         quotas: TenantQuotas,
         counters: PrefixCounters,
         runner: CacheRunner,
-        storage: StoragePort | None,
+        waits: TierWaits,
+        ended: Callable[[Entry, Persisted | Failure], object],
     ) -> None:
-        self.storage = storage
+        """`ended` is told of a block that was sent, when it is written or was dropped on its way."""
+        self._waits = waits
+        self._ended = ended
         self._settings = settings
         self._facts = facts
         self._index = index
         self._quotas = quotas
         self._counters = counters
         self._copies = HostCopies(runner)
+        self._copying_bytes = 0
+        """What blocks that are being copied will take of the write queue."""
         self.when_handed_over: Callable[[Entry], None] = lambda entry: None
         """Called when the storage thread has the bytes of a block."""
-        self._removals: dict[TaskId, frozenset[BlockHash]] = {}
+        self._removals: dict[Ticket[Purged], Names] = {}
+
+    @property
+    def storage(self) -> ColdTier | None:
+        """The SSD tier; None without one, and when it is lost."""
+        return self._waits.storage
 
     @property
     def is_on(self) -> bool:
@@ -73,31 +78,29 @@ class Spills:
         """Whether such an order is on its way to this block."""
         return any(block in blocks for blocks in self._removals.values())
 
-    def remove(self, blocks: Sequence[BlockHash]) -> TaskId | None:
-        """Order blocks to be removed from SSD, `removal_ended` follows; None when too much waits."""
+    def remove(self, blocks: Names) -> Ticket[Purged] | None:
+        """Order blocks to be removed from SSD; None when too much waits."""
         if self.storage is None:
             return None
         self._copies.finish(blocks)
-        task_id = self.storage.evict(blocks)
-        if task_id is not None:
-            self._removals[task_id] = frozenset(blocks)
-        return task_id
-
-    def removal_ended(self, task_id: TaskId) -> None:
-        """Note that an order to remove blocks was carried out or given up."""
-        self._removals.pop(task_id, None)
+        ticket = self.storage.delete(blocks)
+        if ticket is not None:
+            self._removals[ticket] = blocks
+            self._waits.add(ticket, lambda _: self._removals.pop(ticket, None))
+        return ticket
 
     def lose_storage(self) -> None:
         """Nothing is written or removed any more."""
-        self.storage = None
+        self._waits.storage = None
         self._copies.clear()
+        self._copying_bytes = 0
         self._removals.clear()
 
     def hand_over(self, *, may_wait: bool) -> None:
         """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
         self._copies.proceed(may_wait=may_wait)
 
-    def pin(self, blocks: Sequence[BlockHash], *, pinned: bool) -> TaskId | None:
+    def pin(self, blocks: Names, *, pinned: bool) -> Ticket[Names] | None:
         """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
         assert self.storage is not None, "there is no SSD tier"
         self._copies.finish(blocks)
@@ -109,13 +112,8 @@ class Spills:
 
     def has_credit(self, entry: Entry) -> bool:
         """Whether the write queue takes this block now."""
-        if self.storage is None:
-            return False
-        credit = self.storage.try_reserve(entry.ram_bytes + _FILE_OVERHEAD_BYTES)
-        if credit is None:
-            return False
-        credit.cancel()
-        return True
+        size_bytes = entry.ram_bytes + OVERHEAD_BYTES
+        return self.storage is not None and self._copying_bytes + size_bytes <= self.storage.room_bytes
 
     @property
     def is_write_behind(self) -> bool:
@@ -124,7 +122,7 @@ class Spills:
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Note on SSD that a chain was used."""
-        stored = [entry.hash for entry in reversed(entries) if entry.ssd]
+        stored = tuple(entry.hash for entry in reversed(entries) if entry.ssd)
         if stored and self.storage is not None:
             self.storage.touch(stored)
 
@@ -145,24 +143,24 @@ class Spills:
         if self._is_short(entry):
             self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
             return False
-        assert self.storage is not None
-        size_bytes = entry.ram_bytes + _FILE_OVERHEAD_BYTES
-        credit = self.storage.try_reserve(size_bytes)
-        if credit is None:
+        if self.storage is None or not self.has_credit(entry):
             self._counters.note_drop(SpillDropCause.NO_CREDIT)
             return False
+        size_bytes = entry.ram_bytes + OVERHEAD_BYTES
         if not self._fits_quota(entry, size_bytes, spared):
-            credit.cancel()
             self._counters.note_drop(SpillDropCause.TENANT_SHARE)
             return False
         header = entry.header(self._settings.fingerprint, self._settings.block_token_count)
         regions = [entry.ram[kind] for kind in sorted(entry.ram, key=list(RegionKind).index)]
         self._index.begin_spill(entry, size_bytes=size_bytes)
+        self._copying_bytes += size_bytes
 
         def hand_over(copy: HostCopy) -> None:
             assert self.storage is not None and entry.spill is not None
+            self._copying_bytes -= size_bytes
             block = HostBlock(header, copy.take())
-            self.storage.spill(block, credit, pinned=entry.is_pinned, request_id=request_id)
+            ticket = self.storage.put(block, pinned=entry.is_pinned, request_id=request_id)
+            self._waits.add(ticket, partial(self._ended, entry))
             entry.spill.is_copied = copy.is_apart
             self.when_handed_over(entry)
 
@@ -174,7 +172,7 @@ class Spills:
         victims = self._quotas.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
         if not victims:
             return victims is not None
-        if self.remove([victim.hash for victim in victims]) is None:
+        if self.remove(tuple(victim.hash for victim in victims)) is None:
             return False
         for victim in victims:
             self._quotas.note_stored(victim, before_bytes=victim.ssd_bytes, after_bytes=0)

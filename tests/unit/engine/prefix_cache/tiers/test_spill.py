@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
-from icehouse_server.domain.blocks import HostBlock, Region, RegionKind
+from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.core.block_log import BlockLog
+from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.eviction import RamEviction
@@ -17,46 +17,20 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram_tier import RamTier
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-from icehouse_server.storage.messages import TaskId
-from icehouse_server.storage.worker.credit import Credit, Meter
+from icehouse_server.engine.prefix_cache.timeouts import Waits
+from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted
 
+from tests.fixtures.engine import FakeClock
 from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of, settings
+from tests.fixtures.storage.memory_tier import Kept, MemoryTier
 from tests.system.cache.token_runner import TokenRegion, TokenRunner
-
-
-class Queue:
-    """A write queue of a test: takes credit for real, writes nothing."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.meter = Meter(limit_bytes)
-        self.blocks: list[HostBlock] = []
-        self.pinned: list[bool] = []
-        self.orders: list[tuple[str, BlockHash]] = []
-
-    def try_reserve(self, size_bytes: int) -> Credit | None:
-        return Credit(self.meter, size_bytes) if self.meter.try_take(size_bytes) else None
-
-    def spill(
-        self, block: HostBlock, credit: Credit, *, pinned: bool = False, request_id: RequestId | None = None
-    ) -> None:
-        assert block.size_bytes <= credit.size_bytes
-        self.blocks.append(block)
-        self.pinned.append(pinned)
-        self.orders.append(("spill", block.header.hash))
-
-    def evict(self, hashes: Sequence[BlockHash]) -> TaskId:
-        self.orders += [("evict", name) for name in hashes]
-        return TaskId(1)
-
-    def pin(self, hashes: Sequence[BlockHash], *, pinned: bool = True) -> TaskId:
-        self.orders += [("pin", name) for name in hashes]
-        return TaskId(2)
 
 
 @dataclasses.dataclass
 class Bench:
     shelf: Shelf
-    queue: Queue
+    tier: MemoryTier
+    ended: list[Persisted | Failure]
     runner: TokenRunner
     counters: PrefixCounters
     quotas: TenantQuotas
@@ -72,7 +46,10 @@ class Bench:
 
 
 def bench(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20) -> Bench:
-    shelf, queue, counters = Shelf(), Queue(limit_bytes), PrefixCounters()
+    shelf, counters = Shelf(), PrefixCounters()
+    ended: list[Persisted | Failure] = []
+    tier = MemoryTier(post=lambda posted: waits.settle(posted), queue_limit_bytes=limit_bytes)
+    waits = Waits(tier, Rates(), FakeClock())
     runner = TokenRunner(CacheFacts())
     limits = settings(spill_policy=policy, min_prefix_token_count=min_prefix)
     log = BlockLog()
@@ -85,9 +62,17 @@ def bench(*, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1
         quotas=quotas,
         counters=counters,
         runner=runner,
-        storage=queue,
+        waits=waits,
+        ended=lambda entry, outcome: ended.append(outcome),
     )
-    return Bench(shelf, queue, runner, counters, quotas, spills)
+    return Bench(shelf, tier, ended, runner, counters, quotas, spills)
+
+
+def settled(made: Bench) -> list[Kept]:
+    """Have the tier do all that it was given; return what it holds."""
+    while made.tier.step():
+        pass
+    return list(made.tier.kept.values())
 
 
 def test_a_block_is_sent_once() -> None:
@@ -96,11 +81,13 @@ def test_a_block_is_sent_once() -> None:
     assert made.spills.wants(entry) and made.spills.send(entry, request_id=None)
     assert entry.is_spilling and made.spills.under_way_count == 1
     assert not made.spills.wants(entry) and not made.spills.send(entry, request_id=None)
+    assert made.tier.step() and not made.tier.step()
     made.shelf.index.end_spill(entry)
     made.shelf.index.add_stored(record_of(entry, RegionKind.KV))
     assert made.spills.under_way_count == 0
     assert not made.spills.wants(entry) and not made.spills.send(entry, request_id=None), "it is there"
-    (block,) = made.queue.blocks
+    (block,) = made.tier.kept.values()
+    assert made.ended == [Persisted(block, None, 1.0, 0.5)]
     assert block.header.token_ids == entry.token_ids and block.header.fingerprint == FINGERPRINT
     assert made.counters.drop_totals.total() == 0
 
@@ -113,20 +100,25 @@ def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
     assert made.spills.send(first, request_id=None) and made.spills.send(second, request_id=None)
     assert first.is_spilling and made.spills.under_way_count == 2
     made.spills.hand_over(may_wait=False)
-    assert not made.queue.blocks and made.queue.meter.outstanding, "credit bounds what is on its way"
+    assert not made.tier.step(), "nothing is handed over yet"
+    room = made.tier.room_bytes
+    made.spills._copying_bytes += room - 2 * OVERHEAD_BYTES
+    assert not made.spills.has_credit(made.block(2 * SIZE)), "room bounds what is on its way, too"
+    made.spills._copying_bytes -= room - 2 * OVERHEAD_BYTES
     first.is_pinned = True
     made.runner.is_copying = False
     made.spills.hand_over(may_wait=False)
-    assert [block.header.token_ids for block in made.queue.blocks] == [first.token_ids, second.token_ids]
-    assert made.queue.pinned == [True, False], "what was ordered meanwhile holds"
+    written = settled(made)
+    assert [block.header.token_ids for block in written] == [first.token_ids, second.token_ids]
+    assert [block.pinned for block in written] == [True, False], "what was ordered meanwhile holds"
 
 
 def test_where_nothing_else_runs_a_copy_is_waited_for() -> None:
     made = bench()
     made.runner.is_copying = True
-    assert made.spills.send(made.block(), request_id=None) and not made.queue.blocks
+    assert made.spills.send(made.block(), request_id=None) and not settled(made)
     made.spills.hand_over(may_wait=True)
-    assert made.queue.blocks
+    assert settled(made)
 
 
 def test_what_is_ordered_of_a_block_comes_behind_it() -> None:
@@ -136,10 +128,13 @@ def test_what_is_ordered_of_a_block_comes_behind_it() -> None:
     first, second, third = made.block(), made.block(SIZE), made.block(2 * SIZE)
     for entry in (first, second, third):
         made.spills.send(entry, request_id=None)
-    made.spills.remove([second.hash])
-    assert made.queue.orders == [("spill", first.hash), ("spill", second.hash), ("evict", second.hash)]
-    made.spills.pin([third.hash], pinned=True)
-    assert made.queue.orders[3:] == [("spill", third.hash), ("pin", third.hash)]
+    made.spills.remove((second.hash,))
+    assert [block.hash for block in settled(made)] == [first.hash], "written, and then removed"
+    made.spills.pin((third.hash,), pinned=True)
+    assert [(block.hash, block.pinned) for block in settled(made)] == [
+        (first.hash, False),
+        (third.hash, True),
+    ]
 
 
 @pytest.mark.parametrize("is_apart", [True, False])
@@ -183,7 +178,7 @@ def test_asking_for_credit_takes_none() -> None:
     made = bench()
     for _ in range(100):
         assert made.spills.has_credit(made.block())
-    assert made.queue.meter.outstanding == 0
+    assert made.tier.room_bytes == 1 << 20
 
 
 def test_a_block_without_its_kv_is_not_worth_a_file() -> None:

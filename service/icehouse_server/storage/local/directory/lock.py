@@ -1,0 +1,114 @@
+"""Lock of a cache directory: one process in it, and the mark of a clean end.
+
+The mark of a clean shutdown: what the directory looked like when it was closed.
+
+A folder's modification time changes with every file that comes, goes or is renamed in it,
+and the manifest's with every row. When all of them are what the mark says, rows and files
+still agree and the start need not walk the files. What this cannot see, a file changed in
+place, is seen by the deferred walk and by the checksums of every load. The mark proves
+itself: it needs no fsync, for a mark that outlives a change no longer matches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+
+from icehouse_server.domain.blocks import LAYOUT_ABI
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.storage.files import FileInfo, Files, distrust, read_text, write_anew
+from icehouse_server.storage.paths import StorePaths, is_folder_name, is_root_file_name
+
+
+def take_lock(files: Files, paths: StorePaths) -> int:
+    """Take the directory's lock, making the directory if needed; return the descriptor that holds it.
+
+    Raises `StartError` naming the owner when another process has it, or naming what in the directory
+    others could swap or write; `OSError` from the disk.
+    """
+    files.make_dir(paths.root)
+    check_trust(files, paths)
+    try:
+        return files.lock(paths.lock, owner=f"{os.getpid()}\n")
+    except BlockingIOError as error:
+        owner = read_text(files, paths.lock, limit_bytes=64).strip() or "unknown"
+        raise StartError(
+            Reason.STORE_LOCKED,
+            f"Cache directory {paths.root} is in use by process {owner}; "
+            "stop that process or choose another directory",
+            metadata={"directory": paths.root, "owner_pid": owner},
+        ) from error
+
+
+def check_trust(files: Files, paths: StorePaths) -> None:
+    """Refuse a directory that others may write, or whose parts are links or somebody else's, and have
+    `files` keep to that from now on.
+
+    The root itself may be a link, to a larger disk for example; it is then its target that counts.
+    Raises `StartError`, or `OSError` from the disk.
+    """
+    root = os.path.realpath(paths.root)
+    _check(root, files.stat(root), is_folder=True)
+    files.guard(paths.root)
+    folders = {paths.blocks, paths.quarantine}
+    for info in files.list(paths.root):
+        path = f"{paths.root}/{info.name}"
+        if path in folders or is_root_file_name(info.name):
+            _check(path, info, is_folder=path in folders)
+    with contextlib.suppress(FileNotFoundError):
+        for info in files.list(paths.blocks):
+            if is_folder_name(info.name):
+                _check(f"{paths.blocks}/{info.name}", info, is_folder=True)
+
+
+def _check(path: str, info: FileInfo, *, is_folder: bool) -> None:
+    problem = distrust(info, is_folder=is_folder)
+    if problem:
+        raise StartError(
+            Reason.STORE_UNUSABLE,
+            f"{path} {problem}, or choose another cache directory",
+            metadata={"path": path},
+        )
+
+
+_LIMIT_BYTES = 1 << 20
+
+
+def snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
+    """Return the times and sizes that a mark pins down, by name."""
+    manifest = files.stat(paths.manifest)
+    seen = {
+        # Another version of this program must look at everything: it may delete what we keep.
+        "layout_abi": LAYOUT_ABI,
+        "manifest.size_bytes": manifest.size_bytes,
+        "manifest.mtime_ns": manifest.mtime_ns,
+        "blocks.mtime_ns": files.stat(paths.blocks).mtime_ns,
+    }
+    for folder in files.list(paths.blocks):
+        seen[f"{folder.name}.mtime_ns"] = folder.mtime_ns
+    return seen
+
+
+def take_mark(files: Files, paths: StorePaths) -> Mapping[str, int] | None:
+    """Remove the mark and return what it said; None when there is none that can be read.
+
+    Raises `OSError` when it cannot be removed: it must not outlive the next change.
+    """
+    try:
+        text = read_text(files, paths.clean_mark, limit_bytes=_LIMIT_BYTES)
+    except FileNotFoundError:
+        return None
+    files.unlink(paths.clean_mark)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def leave_mark(files: Files, paths: StorePaths) -> None:
+    """Write the mark; the manifest is closed by now. Raises `OSError`."""
+    text = json.dumps(snapshot(files, paths), sort_keys=True)
+    write_anew(files, paths.clean_mark, text.encode())

@@ -1,0 +1,364 @@
+"""Manifest: one SQLite row per committed block. The row is the commit.
+
+Owned by the storage thread; SQLite refuses another. WAL with `synchronous=NORMAL`: a power
+cut may lose the newest rows but never leaves a torn database, and a lost row is repaired at
+the next start (a file without a row is adopted, a row without a file is deleted).
+Every method raises `sqlite3.Error` when the database cannot do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import operator
+import sqlite3
+import struct
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sqlite_utils import Database
+
+from icehouse_server.domain.blocks import pack_tokens, unpack_tokens
+from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.storage.local.block_format.facts import BlockFile
+from icehouse_server.storage.local.block_format.header import regions_to_json
+from icehouse_server.storage.local.directory.migrations import check_objects, check_schema, migrations
+from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.paths import StorePaths
+
+_COLUMNS = """hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
+           kv_bytes, window_bytes, checkpoint_bytes, file_bytes, mtime_ns, inode, layout_abi,
+           header_xxh3, created_time, last_used_time, hit_count, pinned"""
+_INSERTED = """hash, parent, fingerprint_id, depth, start_token_index, token_count, block_token_limit,
+           kv_bytes, window_bytes, checkpoint_bytes, file, file_bytes, mtime_ns, inode, layout_abi,
+           header_xxh3, created_time, last_used_time, hit_count, pinned, row_xxh3"""
+# By name: a column that a later version added, and that may be empty, is no reason not to go on.
+_INSERT = f"INSERT OR REPLACE INTO blocks ({_INSERTED}) VALUES ({', '.join('?' * 21)})"
+LOG_ALLOWANCE_BYTES = 4 << 20
+"""Room that the size limit keeps for the write-ahead log, its index and the next rows."""
+_LOG_LIMIT_PAGES = 256
+GROWTH_ALLOWANCE_BYTES = _LOG_LIMIT_PAGES * 4096
+"""How much the database may grow by one row: folding the log into it adds all of the log's pages."""
+_VALUE_LIMIT_BYTES = 16 << 20
+"""Most bytes of a value or a row: far more than a block's token ids and regions take."""
+_OPENING_LIMIT_STEPS = 10_000_000
+"""Steps of SQLite's machine that one statement of the opening may take: about a second's."""
+_COUNT_LIMIT = 1 << 62
+"""Counts that nobody wrote: what is added to them must still be an integer of SQLite's."""
+_CHUNK = 500
+"""Hashes per statement; SQLite's oldest limit on variables is 999."""
+
+
+class Manifest:
+    """One open connection. Open with `open`, or use `open_read_only` beside a running server."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._fingerprint_ids: dict[Fingerprint, int] = {}
+
+    @classmethod
+    def open(cls, path: str) -> Manifest:
+        """Open or create the manifest and bring its schema up to date.
+
+        Raises `ForeignManifest` when its tables are not what this version can write.
+        """
+        connection = _connect(path, cached_statements=64)
+        try:
+            # Nothing that is done here takes long: what does was made to.
+            connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
+            database = Database(connection, execute_plugins=False, strict=True)
+            check_objects(database)
+            database.enable_wal()
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
+            connection.execute(f"PRAGMA journal_size_limit = {LOG_ALLOWANCE_BYTES}")
+            # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
+            connection.execute("PRAGMA secure_delete = ON")
+            migrations.apply(database)
+            check_schema(database)
+            connection.set_progress_handler(None, 0)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(database)
+
+    @classmethod
+    def open_read_only(cls, path: str) -> Manifest:
+        """Open an existing manifest without changing it; one may be open for writing elsewhere.
+
+        Raises `ForeignManifest` when there is anything in it that is not ours.
+        """
+        connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
+        database = Database(connection, execute_plugins=False)
+        try:
+            check_objects(database)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(database)
+
+    def close(self, *, checkpoint: bool = True) -> None:
+        """Close the connection; the last one folds the write-ahead log into the database."""
+        connection = self._database.conn
+        assert connection is not None
+        try:
+            if checkpoint:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            connection.close()
+
+    def scrub(self) -> None:
+        """Rewrite the database without contents of no row and without what deleted rows left in its pages."""
+        with self._database.atomic():
+            self._connection.execute("DELETE FROM block_contents WHERE hash NOT IN (SELECT hash FROM blocks)")
+        self._connection.execute("VACUUM")
+
+    def is_sound(self) -> bool:
+        """Say whether SQLite finds the database's pages intact."""
+        return bool(self._connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is a table for rows: not in a manifest whose making was cut short."""
+        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'blocks'")
+        return found.fetchone() is not None
+
+    def load(self, *, check_facts: bool = True) -> tuple[list[BlockRecord], list[BlockHash]]:
+        """Return all records, and the hashes of rows whose facts are not those once written.
+
+        The least recently used come first. Without `check_facts` only rows that cannot be
+        understood are told: for a manifest that is known to be as it was left.
+        """
+        records, edited = [], []
+        # Joined and sorted here: with 100,000 rows SQLite takes half a second longer for it.
+        names = dict(self._connection.execute("SELECT id, fingerprint FROM fingerprints"))
+        columns = f"{_COLUMNS}, row_xxh3" if check_facts else _COLUMNS
+        with _without_collections():
+            for row in self._connection.execute(f"SELECT {columns} FROM blocks ORDER BY rowid"):
+                try:
+                    record = BlockRecord._make(
+                        (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
+                    )
+                    is_as_written = not check_facts or row[18] == f"{record.facts_checksum():016x}"
+                    # A column may be empty, and no checksum is over what happens to a block.
+                    sound = is_as_written and None not in record and record.hit_count < _COUNT_LIMIT
+                except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
+                    sound = False
+                if sound:
+                    records.append(record)
+                else:
+                    edited.append(BlockHash(row[0]))
+        records.sort(key=operator.attrgetter("last_used_time"))
+        return records, edited
+
+    def contents(self, block_hash: BlockHash) -> tuple[tuple[int, ...], bytes, str] | None:
+        """Return a block's token ids, extra digests and regions (JSON), or None without such a row.
+
+        Rows of encrypted files hold no token ids and no digests: both stand in the file only.
+        """
+        row = self._connection.execute(
+            "SELECT token_ids, extra, regions FROM block_contents WHERE hash = ?", (block_hash,)
+        ).fetchone()
+        return (unpack_tokens(row[0]), row[1], row[2]) if row else None
+
+    def holds(self, file: BlockFile) -> bool:
+        """Say whether a block's bulky contents are what its file says."""
+        row = self._connection.execute(
+            "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
+        ).fetchone()
+        return bool(row == _contents_row(file))
+
+    def insert(
+        self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int, written_bytes: int
+    ) -> None:
+        """Commit blocks and what writing them cost of the day's budget, in one transaction.
+
+        The fingerprints must have been named by `add_fingerprint`.
+        """
+        rows = [(self._row(record), _contents_row(file)) for record, file in blocks]
+        with self._database.atomic():
+            self._connection.executemany(_INSERT, [row for row, _ in rows])
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO block_contents (hash, token_ids, extra, regions) VALUES (?, ?, ?, ?)",
+                [contents for _, contents in rows],
+            )
+            if written_bytes:
+                self._connection.execute(
+                    "INSERT INTO written_days (day, size_bytes) VALUES (?, ?) "
+                    "ON CONFLICT (day) DO UPDATE SET size_bytes = min(size_bytes, ?) + excluded.size_bytes",
+                    (day, written_bytes, _COUNT_LIMIT),
+                )
+                self._connection.execute("DELETE FROM written_days WHERE day < ?", (day - 31,))
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """Delete rows; hashes without a row are passed over."""
+        with self._database.atomic():
+            for start in range(0, len(hashes), _CHUNK):
+                chunk = hashes[start : start + _CHUNK]
+                marks = ",".join("?" * len(chunk))
+                self._connection.execute(f"DELETE FROM block_contents WHERE hash IN ({marks})", chunk)
+                self._connection.execute(f"DELETE FROM blocks WHERE hash IN ({marks})", chunk)
+
+    def touch(self, uses: Mapping[BlockHash, tuple[float, int]]) -> None:
+        """Record the last use (wall clock) and the further hits of many blocks in one transaction."""
+        with self._database.atomic():
+            self._connection.executemany(
+                "UPDATE blocks SET last_used_time = max(last_used_time, ?), hit_count = hit_count + ? "
+                "WHERE hash = ?",
+                [(time, hit_count, block_hash) for block_hash, (time, hit_count) in uses.items()],
+            )
+
+    def forget_future(self, now_time: float) -> None:
+        """Let no block have been used later than now (wall clock)."""
+        with self._database.atomic():
+            self._connection.execute(
+                "UPDATE blocks SET last_used_time = ? WHERE last_used_time > ?", (now_time, now_time)
+            )
+
+    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
+        """Record which blocks may not be evicted."""
+        with self._database.atomic():
+            self._connection.executemany(
+                "UPDATE blocks SET pinned = ? WHERE hash = ?",
+                [(int(pinned), block_hash) for block_hash in hashes],
+            )
+
+    def add_fingerprint(
+        self, fingerprint: Fingerprint, *, details: Mapping[str, str], now_time: float
+    ) -> None:
+        """Name a fingerprint; details given later replace earlier ones, no details replace nothing."""
+        with self._database.atomic():
+            self._connection.execute(
+                "INSERT INTO fingerprints (fingerprint, details, created_time) VALUES (?, ?, ?) "
+                "ON CONFLICT (fingerprint) DO UPDATE SET details = excluded.details "
+                "WHERE excluded.details <> '{}'",
+                (fingerprint, json.dumps(dict(details), sort_keys=True), now_time),
+            )
+
+    def fingerprints(self) -> dict[Fingerprint, dict[str, str]]:
+        """Return all named fingerprints with their human-readable details; damaged ones have none."""
+        rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
+        return {Fingerprint(row[0]): _details(row[1]) for row in rows}
+
+    def written_days(self) -> dict[int, int]:
+        """Return the bytes committed on each of the last days (days since the epoch, UTC)."""
+        return dict(self._connection.execute("SELECT day, size_bytes FROM written_days"))
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        connection = self._database.conn
+        assert connection is not None, "The manifest is closed"
+        return connection
+
+    def _row(self, record: BlockRecord) -> tuple[object, ...]:
+        return (
+            record.hash,
+            record.parent,
+            self._fingerprint_id(record.fingerprint),
+            record.depth,
+            record.start_token_index,
+            record.token_count,
+            record.block_token_limit,
+            record.kv_bytes,
+            record.window_bytes,
+            record.checkpoint_bytes,
+            StorePaths("").block(record.fingerprint, record.hash).removeprefix("/"),
+            record.file_bytes,
+            record.mtime_ns,
+            record.inode,
+            record.layout_abi,
+            f"{record.header_checksum:016x}",
+            record.created_time,
+            record.last_used_time,
+            record.hit_count,
+            int(record.pinned),
+            f"{record.facts_checksum():016x}",
+        )
+
+    def _fingerprint_id(self, fingerprint: Fingerprint) -> int:
+        if fingerprint not in self._fingerprint_ids:
+            row = self._connection.execute(
+                "SELECT id FROM fingerprints WHERE fingerprint = ?", (fingerprint,)
+            ).fetchone()
+            assert row is not None, f"Fingerprint {fingerprint.hex()} was never named"
+            self._fingerprint_ids[fingerprint] = int(row[0])
+        return self._fingerprint_ids[fingerprint]
+
+
+def _details(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that raises `sqlite3.Error` also where SQLite's message quotes bytes that are no UTF-8."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        try:
+            return super().execute(sql, parameters)
+        except UnicodeDecodeError as error:
+            raise _damaged(error) from error
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        try:
+            return super().executemany(sql, parameters)
+        except UnicodeDecodeError as error:
+            raise _damaged(error) from error
+
+
+def _damaged(unread: UnicodeDecodeError) -> sqlite3.DatabaseError:
+    """Return the error that Python had no words for: what could not be decoded is SQLite's message."""
+    error = sqlite3.DatabaseError(unread.object.decode("utf-8", "backslashreplace"))
+    error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_CORRUPT, "SQLITE_CORRUPT"
+    return error
+
+
+def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=5.0, uri=uri, cached_statements=cached_statements, factory=_Connection
+    )
+    # A damaged text is a wrong value of its row, not an error of the whole database.
+    connection.text_factory = _text
+    _distrust(connection)
+    return connection
+
+
+def _distrust(connection: sqlite3.Connection) -> None:
+    """Have SQLite take the file for a stranger's, whose definitions and pages may be made to harm."""
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_LIMIT_BYTES)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 64)
+    # From Python 3.12 on.
+    set_config = getattr(connection, "setconfig", None)
+    if set_config is not None:
+        set_config(getattr(sqlite3, "SQLITE_DBCONFIG_DEFENSIVE"), True)  # noqa: B009
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")
+
+
+def _contents_row(file: BlockFile) -> tuple[object, ...]:
+    header, regions = file.header, regions_to_json(file.regions)
+    if header is None or file.key_id:
+        return file.outline.hash, b"", b"", regions
+    return header.hash, pack_tokens(header.token_ids), header.extra, regions
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """For making many records, none of which is garbage: looking through them is a seventh of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,443 @@
+"""Storage loop: one inbox, one small piece of work at a time.
+
+Owns the `BlockStore`. A step empties the inbox, then does one piece of what is due: a spill or a
+batch of evictions for it, a batch of an ordered removal, one file of a verify, upkeep (recency, a
+slice of the deferred walk). The four take turns, so that none waits for another one's queue to
+empty; an order waits only for the spills accepted before it. Reads never wait here (see
+`reader_pool`). Nothing the disk does ends the loop: a failure shuts the write gate, and the
+directory is opened anew when that is due.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import queue
+import sqlite3
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.errors import StartError
+from icehouse_server.storage.api import (
+    Evicted,
+    Failure,
+    Inventory,
+    Names,
+    Outcome,
+    Purged,
+    StorageClosed,
+    Ticket,
+    Trouble,
+)
+from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
+from icehouse_server.storage.local.credit import Meters
+from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
+from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.reader_pool import ReadReport
+from icehouse_server.storage.local.spiller import Spill, Spiller
+from icehouse_server.storage.local.stats import StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.local.store_state import StoreState, StoreStatus
+from icehouse_server.storage.local.tasks import retire
+
+_log = logging.getLogger(__name__)
+
+_KEEP_UP_S = 5.0
+"""Recency is written at most this often; a crash forgets no more of it."""
+_INVENTORY_PART_COUNT = 2048
+"""Blocks told to the engine at a time: some milliseconds of the inference thread."""
+_DEFERRED_SLICE_COUNT = 64
+"""Files looked at per idle step after a clean start."""
+
+
+Call = Callable[[], object]
+"""What comes through the inbox: a method of the loop with its arguments."""
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Order:
+    """Work that waits, or is done piece by piece."""
+
+    ticket: Ticket[Any]
+    work: Generator[None, None, Any]
+    spill_count: int
+    """Blocks accepted before it: they are on SSD, or dropped, before it begins."""
+
+
+class StorageLoop:
+    """Everything the storage thread does, callable step by step."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        inbox: queue.SimpleQueue[Call],
+        meters: Meters,
+        clock: Clock,
+        post: Callable[[Outcome], object],
+    ) -> None:
+        self.is_closed = False
+        self._store = store
+        self._inbox = inbox
+        self._meters = meters
+        self._clock = clock
+        self._post = post
+        self._state = StoreState()
+        self._counters = StorageCounters()
+        self._spiller = Spiller(
+            store,
+            state=self._state,
+            counters=self._counters,
+            meter=meters.spills,
+            clock=clock,
+            finish=self._finish,
+        )
+        self._orders: collections.deque[_Order] = collections.deque()
+        self._checks: collections.deque[_Order] = collections.deque()
+        self._turns = collections.deque(
+            (
+                self._step_inventory,
+                self._step_spill,
+                lambda: self._step_order(self._orders),
+                lambda: self._step_order(self._checks),
+                self._step_upkeep,
+            )
+        )
+        """What may do the next piece, the one that did the last at the end."""
+        self._asked: list[Ticket[CacheStats]] = []
+        """Who wants the counters: counted once for all of them."""
+        self._close_time: float | None = None
+        """Until when spills are finished (`Clock.monotonic`); None until the end is asked for."""
+        self._deferred: Iterator[BlockHash] = iter(())
+        self._inventory: Iterator[Inventory] = iter(())
+        """Parts that are yet to be posted."""
+        self._has_inventory = False
+        """Whether the engine was ever told the whole of one, and so waits for none."""
+        self._piece_time: float | None = None
+        """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
+        self._kept_up_time = clock.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """For how long this thread has been at one piece of work; 0 when it waits for some. Any thread."""
+        began_time = self._piece_time
+        return 0.0 if began_time is None else self._clock.monotonic() - began_time
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """Do a piece of work in the block, so that others can see how long the disk keeps this thread."""
+        self._piece_time = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self._piece_time = None
+
+    def open(self) -> None:
+        """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
+        with self.piece():
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self._store.open()
+        except (OSError, sqlite3.Error, StartError) as error:
+            self._fail(error)
+            if not self._has_inventory:
+                # Later failures leave the engine what it knows: files may still be read.
+                self._post_inventory(Inventory(()))
+            self._announce_gone()
+            return
+        report = self._store.report
+        _log.info(
+            "cache_opened",
+            extra={
+                "blocks": len(self._store.index),
+                "was_clean": report.clean,
+                "repairs": report.repair_count,
+                "duration_s": round(report.duration_s, 3),
+            },
+        )
+        if report.unencrypted_block_count:
+            _log.warning(
+                "unencrypted_blocks_found",
+                extra={
+                    "blocks": report.unencrypted_block_count,
+                    "detail": "written before there was a key; to remove them, stop the server and say "
+                    "icehouse cache purge --unencrypted",
+                },
+            )
+        if report.changed_code:
+            _log.warning(
+                "code_changed",
+                extra={
+                    "modules": list(report.changed_code),
+                    "detail": "the model's blocks were computed by other code than it has now; they are not "
+                    "used, and are there again with that code",
+                },
+            )
+        self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
+        self._state.open()
+        self._inventory = self._inventory_parts()
+        self._step_inventory()
+        self._announce_gone()
+
+    def _inventory_parts(self) -> Iterator[Inventory]:
+        """Yield what is stored; of a large tier in parts, each as it is when its turn comes."""
+        records = self._store.index.by_recency(self._store.settings.fingerprint)
+        if len(records) > _INVENTORY_PART_COUNT:
+            # A block finds its owner in the one before it.
+            records.sort(key=lambda record: record.start_token_index)
+        names = [record.hash for record in records]
+        for start in range(0, max(len(names), 1), _INVENTORY_PART_COUNT):
+            stop = start + _INVENTORY_PART_COUNT
+            # What went meanwhile was told already.
+            found = (self._store.index.get(name) for name in names[start:stop])
+            part = tuple(record for record in found if record is not None)
+            yield Inventory(part, is_first=start == 0, is_last=stop >= len(names))
+
+    def _step_inventory(self) -> bool:
+        part = next(self._inventory, None)
+        if part is not None:
+            self._post_inventory(part)
+        return part is not None
+
+    def _post_inventory(self, part: Inventory) -> None:
+        self._has_inventory |= part.is_last
+        self._post(part)
+
+    def wait(self, timeout_s: float) -> None:
+        """Handle the next message, or return when none comes in time."""
+        try:
+            call = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        with self.piece():
+            call()
+
+    def step(self) -> bool:
+        """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
+        with self.piece():
+            return self._step()
+
+    def _step(self) -> bool:
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        self._answer_asked()
+        is_busy = self._guarded(self._work, instead=True)
+        self._announce_gone()
+        return is_busy and not self.is_closed
+
+    def _work(self) -> bool:
+        now = self._clock.monotonic()
+        if self._close_time is not None and (not self._spiller or now >= self._close_time):
+            self._end()
+            return False
+        if self._state.is_retry_due(now=now):
+            self._try_to_recover(now)
+        if not self._state.is_usable:
+            self._give_up_orders()
+            return self._step_spill()
+        for _ in range(len(self._turns)):
+            # Turned before it is taken: one that raises has had its turn too.
+            self._turns.rotate(-1)
+            if self._turns[-1]():
+                return True
+        return False
+
+    def _step_spill(self) -> bool:
+        if not self._spiller:
+            return False
+        self._spiller.step()
+        return True
+
+    def _step_upkeep(self) -> bool:
+        now = self._clock.monotonic()
+        if now - self._kept_up_time >= _KEEP_UP_S:
+            self._kept_up_time = now
+            self._store.keep_up()
+        return self._walk_deferred()
+
+    # What comes through the inbox.
+
+    def put(self, spill: Spill) -> None:
+        """Persist a block when it is its turn."""
+        self._spiller.add(spill)
+
+    def touch(self, blocks: Names) -> None:
+        """Note that these blocks were used now, in this order."""
+        self._meters.orders.give_back(1)
+        self._store.touch(blocks)
+
+    def begin(self, ticket: Ticket[Purged], work: Generator[None, None, Purged]) -> None:
+        """Do an order, behind the spills accepted before it."""
+        self._orders.append(_Order(ticket, work, self._spiller.accepted_total))
+
+    def begin_check(self, ticket: Ticket[_Result], work: Generator[None, None, _Result]) -> None:
+        """As `begin`, for what removes nothing that is sound and may take very long."""
+        self._checks.append(_Order(ticket, work, self._spiller.accepted_total))
+
+    def count(self, ticket: Ticket[CacheStats]) -> None:
+        """Tell the counters."""
+        self._meters.orders.give_back(1)
+        self._asked.append(ticket)
+
+    def close(self, deadline_time: float) -> None:
+        """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
+        self._close_time = deadline_time
+
+    def pin(self, ticket: Ticket[Names], blocks: Names, *, pinned: bool) -> None:
+        """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
+        self._meters.orders.give_back(1)
+        is_done = self._state.is_usable and self._guarded(
+            lambda: self._store.set_pinned(blocks, pinned=pinned) >= 0, instead=False
+        )
+        if not is_done:
+            self._finish(ticket, self._given_up())
+            return
+        waiting = self._spiller.set_pinned(frozenset(blocks), pinned=pinned)
+        missing = (name for name in blocks if name not in self._store.index and name not in waiting)
+        self._finish(ticket, tuple(missing))
+
+    def count_read(self, report: ReadReport) -> None:
+        """Take in what the readers found."""
+        self._meters.reads.give_back(1)
+        self._guarded(lambda: self._count_read(report), instead=False)
+
+    def _step_order(self, waiting: collections.deque[_Order]) -> bool:
+        """Do a piece of the first order; False when there is none, or spills before it are yet to end."""
+        if not waiting or self._spiller.settled_total < waiting[0].spill_count:
+            return False
+        outcome: Any = None
+        try:
+            next(waiting[0].work)
+        except StopIteration as ended:
+            outcome = ended.value
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+            outcome = self._given_up()
+        if outcome is not None:
+            self._meters.orders.give_back(1)
+            self._finish(waiting.popleft().ticket, outcome)
+        return True
+
+    def _give_up_orders(self) -> None:
+        """Nobody waits for a directory that may never come back: whoever ordered may order again."""
+        for waiting in (self._orders, self._checks):
+            while waiting:
+                self._meters.orders.give_back(1)
+                self._finish(waiting.popleft().ticket, self._given_up())
+
+    def _given_up(self) -> Failure:
+        return Failure(Trouble.UNUSABLE, self._state.detail)
+
+    def _walk_deferred(self) -> bool:
+        """After a clean start, look at a few files; False when all have been looked at."""
+        hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
+        for block_hash in self._store.check_rows(hashes):
+            _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
+        return bool(hashes)
+
+    def _answer_asked(self) -> None:
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        stats = storage_stats(
+            self._store,
+            self._counters,
+            self._state,
+            meters=self._meters,
+            spill_queue_count=len(self._spiller),
+        )
+        for ticket in asked:
+            self._finish(ticket, stats)
+
+    def _count_read(self, report: ReadReport) -> bool:
+        self._store.integrity.verified_block_total += report.block_count
+        self._counters.promote.read_byte_total += report.read_bytes
+        for failure in report.failures:
+            note_damage(self._store.integrity, failure)
+            name = failure.hash.hex() if failure.hash is not None else ""
+            _log.warning(
+                "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
+                extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
+            )
+            if self._state.is_usable:
+                retire(self._store, failure)
+        return True
+
+    def _try_to_recover(self, now: float) -> None:
+        """Look whether the disk takes writes again; open the directory anew when it was given up."""
+        if self._state.status is StoreStatus.FULL:
+            free_bytes = self._store.files.free_bytes(self._store.paths.root)
+            if free_bytes >= self._state.needed_bytes + self._store.space.floor_bytes:
+                self._state.open()
+            else:
+                self._state.fill(self._state.detail, now=now, needed_bytes=self._state.needed_bytes)
+            return
+        self._store.abandon()
+        self._store.unlock()
+        self._open()
+
+    def _end(self) -> None:
+        self._spiller.drop_all(SpillDropCause.SHUTDOWN)
+        was_clean = self._store.close()
+        self._store.unlock()
+        self._state.close()
+        self.is_closed = True
+        self._announce_gone()
+        self._post(StorageClosed(was_clean))
+
+    def _guarded(self, action: Callable[[], bool], *, instead: bool) -> bool:
+        """Return what an action returns, or `instead` when the disk refused it."""
+        try:
+            return action()
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+            return instead
+
+    def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
+        """Stop writing. A manifest that has no space keeps all it had, and so does memory; after anything
+        else the directory is given up until it is opened anew: rows and memory may differ now."""
+        now = self._clock.monotonic()
+        is_full = classify(error) is DiskErrorKind.FULL
+        reason = "Disk is full" if is_full else "Disk refused"
+        # Callers see the detail, so it names no path; the log does.
+        detail = f"{reason}: {outline(error)}; nothing is written until"
+        if is_full and isinstance(error, sqlite3.Error) and self._state.is_usable:
+            _log.error(
+                "cache_directory_full", extra={"directory": self._store.paths.root, "detail": str(error)}
+            )
+            needed_bytes = GROWTH_ALLOWANCE_BYTES
+            self._state.fill(
+                f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
+            )
+            return
+        _log.error(
+            "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
+        )
+        self._state.break_down(f"{detail} the cache directory works again", now=now)
+        self._spiller.undo_writings()
+        self._store.abandon()
+        if next(self._inventory, None) is not None and not self._has_inventory:
+            # Requests wait for the last part, and whether the directory is opened again nobody knows.
+            self._post_inventory(Inventory((), is_first=False, is_last=True))
+        self._inventory = iter(())
+
+    def _announce_gone(self) -> None:
+        """Tell the engine what left the disk."""
+        if gone := self._store.take_gone():
+            self._post(Evicted(gone))
+
+    def _finish(self, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
+        """Post a ticket with its outcome, behind what left the disk before: a block of the same name may be
+        there again, and the engine forgets blocks before it tells anybody that they are gone."""
+        self._announce_gone()
+        ticket.settle(outcome)
+        self._post(ticket)

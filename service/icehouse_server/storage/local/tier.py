@@ -1,0 +1,265 @@
+"""Local tier: the cold tier on a disk of this machine, a thread that owns it and some that read.
+
+The engine's thread calls the methods; `post` is called on the storage and reader threads and
+must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count; a call
+that finds its queue full says so and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import BlockHeader, HostBlock
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.errors import StartError
+from icehouse_server.storage.api import (
+    OVERHEAD_BYTES,
+    STALL_LIMIT_S,
+    AnyTicket,
+    KvPlace,
+    Loaded,
+    Names,
+    NewRows,
+    Outcome,
+    Persisted,
+    PlannedBlock,
+    Purged,
+    StorageFailed,
+    Ticket,
+    Verified,
+)
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.credit import Meters
+from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.encryption.facts import Cipher
+from icehouse_server.storage.local.loop import Call, StorageLoop
+from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
+from icehouse_server.storage.local.spiller import Spill
+from icehouse_server.storage.local.tasks import list_all, purge, verify
+from icehouse_server.storage.settings import StorageSettings
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_TICK_S = 1.0
+"""Longest wait for a message, so that recency is written and a broken disk is tried again."""
+_LOCK_TIMEOUT_S = 5.0
+_READERS_END_S = 1.0
+_LOOK_S = 0.1
+
+
+class LocalTier:
+    """A `ColdTier`: owns the storage thread, the readers and their queues.
+
+    The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
+    `StorageFailed`. Without threads, `lock`, `open` and `step` do the same work on the caller's.
+
+    A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
+    and `stall_s` say so, `abandon` gives up on a read, and nobody here waits without a bound.
+    """
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        *,
+        files: Files,
+        clock: Clock,
+        post: Callable[[Outcome], object],
+        cipher: Cipher | None = None,
+    ) -> None:
+        """With a `cipher` every block is encrypted on its way to the disk."""
+        self._post = post
+        self._clock = clock
+        self._has_failed = False
+        self._threads: list[threading.Thread] = []
+        self._reader_thread_count = settings.reader_thread_count
+        self._meters = Meters.of(settings)
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
+        self._loop = StorageLoop(self._store, inbox=self._inbox, meters=self._meters, clock=clock, post=post)
+        self._readers = ReaderPool(
+            settings, files=files, clock=clock, post=post, report=self._report_read, cipher=cipher
+        )
+
+    def lock(self) -> None:
+        """Make the directory this process's own; on the calling thread, without `start`.
+
+        Raises `StartError` naming the owner when it has one already. A disk that refuses for
+        another reason does not stop the start: the tier begins with writes off and tries again.
+        """
+        try:
+            self._store.lock()
+        except OSError as error:
+            _log.error("cache_lock_refused", extra={"detail": str(error)})
+
+    def start(self, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+        """Start the readers and the storage thread, which locks and opens the directory.
+
+        Raises what `lock` raises. A disk that does not answer in time does not stop the start: the tier
+        begins when it does.
+        """
+        # Its thread starts with the first spill.
+        self._store.syncs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage-sync")
+        locked: Future[None] = Future()
+        self._start_thread("storage", lambda: self._run_loop(locked))
+        for number in range(self._reader_thread_count):
+            self._start_thread(f"storage-reader-{number}", self._readers.run)
+        try:
+            locked.result(lock_timeout_s)
+        except TimeoutError:
+            locked.cancel()
+            _log.error("cache_directory_hangs", extra={"waited_s": lock_timeout_s})
+        except StartError:
+            self._readers.stop()
+            raise
+
+    def join(self, *, timeout_s: float) -> bool:
+        """Wait for the threads to end after `close`; False when the storage thread hangs, or runs on for so
+        long. What readers are still at nobody waits for: they end with the process."""
+        end_time = self._clock.monotonic() + timeout_s
+        for thread in self._threads:
+            while thread.is_alive() and self._clock.monotonic() < end_time:
+                if self.stall_s >= STALL_LIMIT_S:
+                    return False
+                thread.join(_LOOK_S)
+            # The storage thread is the first.
+            end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
+        return not (self._threads and self._threads[0].is_alive())
+
+    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def open(self) -> None:
+        """Open the directory on the calling thread; only without `start`."""
+        self._loop.open()
+
+    def step(self) -> bool:
+        """Do one piece of work on the calling thread; False when nothing is left. Only without `start`."""
+        has_read = self._readers.step()
+        return self._loop.step() or has_read
+
+    @property
+    def room_bytes(self) -> int:
+        return self._meters.spills.room
+
+    def put(
+        self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
+    ) -> Ticket[Persisted]:
+        is_taken = self._meters.spills.try_take(block.size_bytes + OVERHEAD_BYTES)
+        assert is_taken, f"No room for {block.size_bytes} bytes in the write queue"
+        ticket: Ticket[Persisted] = Ticket()
+        self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
+        return ticket
+
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
+        if not self._meters.reads.try_take(1):
+            return None
+        return self._readers.submit(blocks, into)
+
+    def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
+        if not self._meters.reads.try_take(1):
+            return None
+        return self._readers.submit_heads(blocks)
+
+    def touch(self, blocks: Names) -> bool:
+        is_taken = self._meters.orders.try_take(1)
+        if is_taken:
+            self._inbox.put(partial(self._loop.touch, blocks))
+        return is_taken
+
+    def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
+        return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
+
+    def delete(self, blocks: Names) -> Ticket[Purged] | None:
+        return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
+
+    def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
+        return self._order(lambda ticket: self._loop.begin_check(ticket, verify(self._store, blocks)))
+
+    def names(self, *, block_limit: int) -> Ticket[Names] | None:
+        return self._order(lambda ticket: self._loop.begin_check(ticket, list_all(self._store, block_limit)))
+
+    def stats(self) -> Ticket[CacheStats] | None:
+        return self._order(self._loop.count)
+
+    def abandon(self, ticket: AnyTicket) -> None:
+        self._readers.abandon(ticket)
+
+    def silence_s(self, ticket: AnyTicket) -> float:
+        return self._readers.silence_s(ticket)
+
+    @property
+    def hung_read_count(self) -> int:
+        return self._readers.hung_count
+
+    @property
+    def stall_s(self) -> float:
+        return self._loop.silence_s
+
+    def leave_cores(self, *, to_decode: bool) -> None:
+        self._readers.leave_cores(to_decode=to_decode)
+
+    def close(self, *, deadline_time: float) -> None:
+        """Finish spills until the deadline (`Clock.monotonic`), close the directory and end the threads."""
+        self._readers.stop()
+        self._inbox.put(partial(self._loop.close, deadline_time))
+
+    def _report_read(self, report: ReadReport) -> None:
+        self._inbox.put(partial(self._loop.count_read, report))
+
+    def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
+        """Have the storage thread do something for a ticket; None when too much waits."""
+        if not self._meters.orders.try_take(1):
+            return None
+        ticket: Ticket[_Result] = Ticket()
+        self._inbox.put(partial(carry_out, ticket))
+        return ticket
+
+    def _run_loop(self, locked: Future[None]) -> None:
+        try:
+            if not self._lock_first(locked):
+                return
+            self._loop.open()
+            while not self._loop.is_closed:
+                if not self._loop.step() and not self._loop.is_closed:
+                    self._loop.wait(_TICK_S)
+        finally:
+            if self._store.syncs is not None:
+                self._store.syncs.shutdown(wait=False)
+
+    def _lock_first(self, locked: Future[None]) -> bool:
+        """Lock the directory and say so, or why not; to the log when the start did not wait so long."""
+        with self._loop.piece():
+            try:
+                self.lock()
+            except StartError as error:
+                if locked.set_running_or_notify_cancel():
+                    locked.set_exception(error)
+                else:
+                    _log.error("cache_directory_refused", extra={"detail": error.message})
+                self._post(StorageFailed(error.message))
+                return False
+        if locked.set_running_or_notify_cancel():
+            locked.set_result(None)
+        return True
+
+    def _run(self, body: Callable[[], None]) -> None:
+        """A thread's top: what escapes its loop is told once, and the other threads end too."""
+        try:
+            body()
+        except Exception as error:
+            _log.exception("storage_failed")
+            if not self._has_failed:
+                self._has_failed = True
+                self._post(StorageFailed(f"{type(error).__name__}: {error}"))
+            self._readers.stop()
