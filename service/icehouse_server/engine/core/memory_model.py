@@ -143,6 +143,8 @@ class MemoryModel:
     """Windows when they are full, and recurrent states."""
     growth: KvGrowth | None = None
     """How caches grow, which copies them; None where they grow in place."""
+    pool_bytes: int = 0
+    """What all KV is in, where that was made at once; 0 where it grows."""
     class_token_limit: int = 0
     """Decoding rows of up to so many tokens may lie in buffers that are as long as `KvGrowth.slot_length`
     says."""

@@ -14,6 +14,10 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, Rotati
 
 PAGE_TOKEN_COUNT: Final = 64
 """Tokens of a page at most. A row wastes less than so many."""
+_WINDOW_ROWS: Final = 256
+_PASS_TOKENS: Final = 8192
+"""What pools of windows have room for at once: these rows, and so many tokens more that a pass brings. A pool
+that must grow is copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +54,21 @@ def groups_of(
         )
         for (window, head_count, size, dtype), places in found.items()
     )
+
+
+def pool_sizes(facts: Sequence[GroupFacts], *, size_bytes: int) -> list[int]:
+    """Return the bytes of each group's pool, of all they may take: windows get what many rows have in theirs
+    and no more, where other layers keep every token."""
+    whole_bytes = sum(each.shape.page_bytes for each in facts)
+    sizes = [size_bytes * each.shape.page_bytes // whole_bytes for each in facts]
+    unlimited = [number for number, each in enumerate(facts) if each.window is None]
+    for number, each in enumerate(facts):
+        if each.window is not None and unlimited:
+            token_count = _WINDOW_ROWS * (each.window + 2 * PAGE_TOKEN_COUNT) + _PASS_TOKENS
+            most = token_count // each.shape.page_token_count * each.shape.page_bytes
+            sizes[unlimited[0]] += max(0, sizes[number] - most)
+            sizes[number] = min(sizes[number], most)
+    return sizes
 
 
 def _like(cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:

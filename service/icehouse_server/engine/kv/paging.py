@@ -15,6 +15,8 @@ class Paging:
     """The groups of a model's layers whose KV is in pages."""
 
     groups: tuple[PageGroup, ...]
+    is_bounded: bool = False
+    """Whether the pools are all that KV may take."""
 
     def caches(self, fresh: Sequence[Cache]) -> list[Cache]:
         """Return a new row's caches: these, and paged ones with one new table where KV is in pages."""
@@ -30,6 +32,16 @@ class Paging:
     def unlimited(self) -> PageGroup | None:
         """The layers of unlimited context."""
         return next((group for group in self.groups if group.window is None), None)
+
+    @property
+    def bounded_bytes(self) -> int:
+        """Of pools that were made at once; 0 where they grow."""
+        return self.size_bytes if self.is_bounded else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all pages."""
+        return sum(group.pool.page_count * group.pool.shape.page_bytes for group in self.groups)
 
     @property
     def free_bytes(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from icehouse_server.engine.attention.port import Ints, PoolShape
 from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv_cache.load_target import uninitialised
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -39,28 +40,24 @@ class Page:
 
 
 class PagePool:
-    """Pages of one geometry. It begins small and grows, all of it being copied, up to what `limit_bytes`
-    leaves room for and beyond only page by page: who may begin is the memory guard's to say."""
+    """Pages of one geometry.
 
-    def __init__(
-        self,
-        shape: PoolShape,
-        *,
-        passes: PassClock,
-        first_bytes: int = 0,
-        limit_bytes: int = 0,
-    ) -> None:
-        """`first_bytes`: what it begins with. `limit_bytes` 0: not known."""
+    A GPU's pool is made at once, of all that KV may take: one that grows is copied, old and new being there
+    together, so that it could never pass half of the memory. The memory guard lets nobody in who would not
+    fit. Elsewhere it begins small and doubles.
+    """
+
+    def __init__(self, shape: PoolShape, *, passes: PassClock, size_bytes: int = 0) -> None:
+        """`size_bytes`: what it begins with."""
         self.shape = shape
         self._passes = passes
-        self._limit_count = limit_bytes // shape.page_bytes
         self._freed: collections.deque[int] = collections.deque()
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         """(pass, page): freed when so many passes had been dispatched."""
         self._free: list[int] = []
-        self.array = self._zeros(0)
+        self.array = self._made(0)
         self.order = mx.zeros((1,), mx.int32)
-        self._grow(max(_LEAST_PAGES, first_bytes // shape.page_bytes))
+        self._grow(max(_LEAST_PAGES, size_bytes // shape.page_bytes))
 
     @property
     def page_count(self) -> int:
@@ -91,13 +88,12 @@ class PagePool:
             self._free.append(self._waiting.popleft()[1])
 
     def _grow(self, least_count: int) -> None:
-        """Have at least so many pages more: twice as many as now, where the limit allows it."""
+        """Have at least so many pages more: twice as many as now."""
         before = self.page_count
-        most = max(least_count, self._limit_count - before) if self._limit_count else before + least_count
-        added = min(max(least_count, before), most)
+        added = max(least_count, before)
         # The pass in flight writes into the array that is copied.
         mx.eval(self.order, self.array)
-        self.array = mx.concatenate([self.array, self._zeros(added)]) if before else self._zeros(added)
+        self.array = mx.concatenate([self.array, self._made(added)]) if before else self._made(added)
         mx.eval(self.array)
         self._free[:0] = range(before + added - 1, before - 1, -1)
         _log.info(
@@ -105,18 +101,19 @@ class PagePool:
             extra={"page_count": before + added, "size_bytes": (before + added) * self.shape.page_bytes},
         )
 
-    def _zeros(self, page_count: int) -> mx.array:
-        shape = self.shape
-        return mx.zeros(
-            (
-                page_count,
-                shape.layer_count,
-                2,
-                shape.kv_head_count,
-                shape.page_token_count,
-                shape.head_size,
-            ),
-            shape.dtype,
+    def _made(self, page_count: int) -> mx.array:
+        """Return new pages. Metal's memory is the system's, which gives what is written to and no more."""
+        kind = self.shape
+        shape = (
+            page_count,
+            kind.layer_count,
+            2,
+            kind.kv_head_count,
+            kind.page_token_count,
+            kind.head_size,
+        )
+        return (
+            uninitialised(shape, dtype=kind.dtype) if mx.metal.is_available() else mx.zeros(shape, kind.dtype)
         )
 
 

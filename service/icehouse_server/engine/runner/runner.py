@@ -25,7 +25,7 @@ from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassRe
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.kv.blocks import RunnerBlocks
-from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of
+from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of, pool_sizes
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
@@ -61,10 +61,8 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
-_FIRST_POOL_SHARE = 1 / 8
-"""Of what may be used beside the weights: the page pool that a server begins with."""
 _POOL_SHARE = 3 / 4
-"""Of the same: up to where the pool doubles."""
+"""Of what may be used beside the weights, on a GPU: the rest is for what passes compute."""
 _CPU_ROW_BYTE_LIMIT = 2 << 20
 _GPU_ROW_BYTE_LIMIT = 64 << 20
 """KV that a row may have in each layer to share a buffer: reading more takes some five times as long as what
@@ -186,6 +184,7 @@ class ModelRunner:
             kv_bytes_per_token,
             fixed_bytes,
             growth=self._growth,
+            pool_bytes=0 if self._paging is None else self._paging.bounded_bytes,
             class_token_limit=self._pipeline.slab_token_limit,
             attended_bytes_per_token=self._attended_bytes(
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
@@ -388,32 +387,30 @@ class ModelRunner:
         backends = [
             kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
         ]
+        is_proved = all(backends)
         if wanted is Attention.PAGES:
             backends = [each or GatherAttention() for each in backends]
         if not all(backends) or not backends:
             why = "no kernels are proved here" if backends else "the model's KV is not of one kind"
             _log.info("pages_unused", extra={"detail": why})
             return
-        limit_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory()) // len(facts)
-        # Kernels write into a pool where it is; plain MLX may copy it.
-        first_share = _FIRST_POOL_SHARE if self._settings.is_pipelined else 0
+        sizes = [0] * len(facts)
+        if self._settings.is_pipelined and is_proved:
+            left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
+            sizes = pool_sizes(facts, size_bytes=int(_POOL_SHARE * left_bytes))
         self._paging = Paging(
             tuple(
                 PageGroup(
-                    PagePool(
-                        each.shape,
-                        passes=self._pass_clock,
-                        first_bytes=int(first_share * limit_bytes),
-                        limit_bytes=int(_POOL_SHARE * limit_bytes),
-                    ),
+                    PagePool(each.shape, passes=self._pass_clock, size_bytes=size_bytes),
                     backend,
                     each.layers,
                     each.window,
                     shapes_are_costly(each.shape),
                 )
-                for each, backend in zip(facts, backends, strict=True)
+                for each, backend, size_bytes in zip(facts, backends, sizes, strict=True)
                 if backend is not None
-            )
+            ),
+            is_bounded=bool(sum(sizes)),
         )
         self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)
         self._facts = dataclasses.replace(self._facts, takes_slab=False, layer_count=0)

@@ -28,6 +28,9 @@ class MemoryGuard:
         chunk_token_count: int,
         measured_chunk_token_count: int = 0,
     ) -> None:
+        if model.pool_bytes:
+            pooled_bytes = weight_bytes + model.draft.weight_bytes + model.pool_bytes
+            limit_bytes = min(limit_bytes or pooled_bytes, pooled_bytes)
         self.limit_bytes = limit_bytes
         self._measured_chunk_token_count = measured_chunk_token_count
         self._model = model
