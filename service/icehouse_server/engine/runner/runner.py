@@ -458,7 +458,9 @@ class ModelRunner:
         Raises ConfigError when the KV cannot be quantized as the settings ask.
         """
         try:
-            facts = examine(model, make_caches=self.fresh_caches)
+            facts = examine(
+                model, make_caches=self.fresh_caches, goes_layered=not self._settings.is_pipelined
+            )
         except ValueError as error:
             if not self._settings.kv_bits:
                 raise

@@ -82,7 +82,7 @@ class ForwardPass:
         """Known from the first pass on that has an image."""
         patch_attention(model)
         share_angles()
-        if facts.caches:
+        if any(way.needs_door for way in facts.caches):
             open_doors(model, facts.door)
         if facts.gives_hidden:
             self._trunk = Trunk(model)

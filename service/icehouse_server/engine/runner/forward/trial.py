@@ -40,12 +40,17 @@ _MOST_TOLERANCE: Final = 0.1
 
 
 def examine(
-    model: Any, *, make_caches: Callable[[], list[Any]] | None = None, schedule: Schedule = _SCHEDULE
+    model: Any,
+    *,
+    make_caches: Callable[[], list[Any]] | None = None,
+    schedule: Schedule = _SCHEDULE,
+    goes_layered: bool = True,
 ) -> PassFacts:
     """Return how passes of this model are run. Raises what the model raises when called by itself.
 
     `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
-    is for tests, whose windows are short.
+    is for tests, whose windows are short. `goes_layered`: find out as well whether chunks may go through the
+    layers a few in each pass, which no device that runs ahead has any use for.
     """
     make = make_caches or functools.partial(make_model_caches, model)
     yardstick = _Yardstick.of(model, make, schedule)
@@ -62,7 +67,7 @@ def examine(
             return dataclasses.replace(
                 facts,
                 takes_slab=bool(slab_places(ways, caches)),
-                layer_count=_layer_count(model, facts, make, yardstick),
+                layer_count=_layer_count(model, facts, make, yardstick) if goes_layered else 0,
             )
         errors.append(error)
     return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)

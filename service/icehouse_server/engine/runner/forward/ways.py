@@ -61,6 +61,13 @@ class CacheWay:
     parts: tuple[CacheWay, ...] = ()
     """Of a CacheList whose parts are served one by one; empty for everything else."""
 
+    @property
+    def needs_door(self) -> bool:
+        """Whether a module that takes this cache splits the rows, or is told their positions."""
+        if self.parts:
+            return any(part.needs_door for part in self.parts)
+        return self.is_entered or self.way is Way.MODULE
+
     def leaf_ways(self) -> tuple[Way, ...]:
         """Return the ways of all parts."""
         return tuple(way for part in self.parts for way in part.leaf_ways()) if self.parts else (self.way,)
