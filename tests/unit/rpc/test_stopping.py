@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse_server.rpc import server
 from icehouse_server.rpc.calls import loop_timeout
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.rpc.details import refusal_of
+from tests.fixtures.rpc.details import refusal_of, refused
 from tests.fixtures.rpc.fake_engine import hanging
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 from tests.unit.rpc.conftest import RunningServer, running
@@ -81,6 +82,20 @@ async def test_calls_that_wait_for_a_stalled_loop_are_refused_not_cancelled() ->
         outsider.stall_the_loop()
         await served.server.stop(grace_s=BOUND_S)
         assert await outsider.result() == [UNAVAILABLE] * CALL_COUNT
+
+
+async def test_the_port_stays_open_for_who_has_not_heard_of_the_stop(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For ever, unless somebody calls.
+    for name in ("_QUIET_TURNS", "_LONGEST_TURNS"):
+        monkeypatch.setattr(server, name, 1_000_000)
+    monkeypatch.setattr(server, "_HEARD_TURNS", 1)
+    stopping = asyncio.create_task(served.server.stop(grace_s=BOUND_S))
+    await served.settle()
+    assert (await refused(served.inference.Generate(REQUEST))).reason == "DRAINING"
+    async with asyncio.timeout(BOUND_S):
+        await stopping
 
 
 async def test_a_call_whose_message_is_yet_to_come_is_refused_at_once(served: RunningServer) -> None:
