@@ -23,7 +23,8 @@ from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
 
 _LANES_A_KEY = (16, 8)
-"""The first that leaves each lane whole vectors, or the last. On an H100 16 were a tenth faster than 8."""
+"""The first that leaves each lane whole vectors, or the last. With 8 a pass of 64 rows of 100 to 1,500 tokens
+took 6.5 ms instead of 5.8, of one row 2.9 instead of 2.2 (36 layers, 32 heads of 128 over 8; H100)."""
 _VECTOR_BYTES = 16
 _LEAST_INPUT = 8
 """MLX passes a Metal kernel a smaller array in another address space, which makes it another kernel."""
