@@ -22,8 +22,6 @@ class Language:
 
     header: str
     body_start: str = ""
-    lane_numbers: int = 32
-    """Numbers of queries that a lane holds at once in registers, and as many of the result."""
     usual_core_count: int = 132
     """MLX does not tell a device's own. It only decides how far keys are split."""
 
