@@ -34,7 +34,6 @@ class Geometry:
     kv_head_count: int
     page_token_count: int = 16
     dtype: mx.Dtype = mx.float32
-    lane_numbers: int = 64
 
     @property
     def shape(self) -> PoolShape:
@@ -58,17 +57,17 @@ class Geometry:
         return tables_for(token_counts, page_token_count=self.page_token_count, page_count=page_count)
 
     def attention(self, emulation: Emulation) -> GpuAttention:
-        return GpuAttention(emulation.make_kernel, Language(header=HEADER, lane_numbers=self.lane_numbers))
+        return GpuAttention(emulation.make_kernel, Language(header=HEADER))
 
 
 PLAIN = Geometry(64, 2, 2)
 GEOMETRIES = [
     PLAIN,
     Geometry(64, 1, 3, 64, mx.bfloat16),
-    Geometry(80, 5, 1, 64),  # lanes hold ten numbers: loads of two
-    Geometry(96, 6, 1),  # two blocks of three heads
-    Geometry(128, 7, 2, dtype=mx.bfloat16),  # of four heads and of three
-    Geometry(128, 8, 1, lane_numbers=32),  # as on Metal: of two
+    Geometry(80, 5, 1, 64),  # lanes hold ten numbers, loads of two; blocks of three heads and of two
+    Geometry(96, 6, 1),
+    Geometry(128, 7, 2, dtype=mx.bfloat16),  # blocks of four heads and of three
+    Geometry(128, 8, 1, 64),
     Geometry(192, 3, 1, 64),
     Geometry(256, 16, 1, dtype=mx.bfloat16),
 ]
