@@ -298,7 +298,7 @@ class RoomBeside(PassRoom):
             return start
         all_s = cost.seconds(self._rows) + self._layers_s * layer_count / policy.layers_at_once
         fitting = cost.tokens_within(all_s, start, beside=self._rows)
-        length = min(float(policy.most_layered_token_count), fitting, count)
+        length = min(fitting, count)
         if length < policy.layered_gain * max(1.0, self._tokens_left(start)):
             return start
         # All of one length, a little longer rather than a short one behind them.

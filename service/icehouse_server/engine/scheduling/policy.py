@@ -50,7 +50,6 @@ class PassPolicy:
     layers_at_once: float = 2.0
     """Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the
     room changes on its way, and more are shorter chunks, which read more."""
-    most_layered_token_count: int = 256
     layered_gain: float = 2.0
     """A chunk goes through the layers in turns where it has so many times the tokens that a pass has room
     for, in one piece of a prompt that would take as many passes."""
