@@ -17,6 +17,8 @@ class PassPolicy:
     """Longest pass, in passes of the decoding rows alone: latency between tokens at most doubles."""
     crowd_factor: float = 4.0
     """The same where a crowd waits for its first token."""
+    crowd_least_s: float = 0.0
+    """Or so long beyond that of the rows, if that is more: nobody notices a gap of 50 ms."""
     crowd_per_row: float = 0.2
     """More sequences than this that wait, for each one that decodes, are a crowd."""
     used_share: float = 0.78
@@ -91,6 +93,5 @@ class PassPolicy:
 
 
 POLICY = PassPolicy()
-GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_factor=8.0)
-"""A GPU's passes take what is expected of them, and it computes them while the host publishes. A pass of rows
-takes so little there that eight of them are still 50 to 80 ms."""
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_least_s=0.05)
+"""A GPU's passes take what is expected of them, and it computes them while the host publishes."""
