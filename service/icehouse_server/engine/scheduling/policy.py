@@ -56,7 +56,11 @@ class PassPolicy:
     """A chunk goes through the layers in turns where it has so many times the tokens that a pass has room
     for, in one piece of a prompt that would take as many passes."""
 
-    # Who shares a pass.
+    # Who is let in, and who shares a pass.
+    passed_limit: int = 16
+    """So many others may be let in before one that is first in rank and has no memory yet."""
+    blocked_limit: int = 8
+    """So many that have no memory are looked past in a step."""
     pass_memory_share: float = 1.0 / 16.0
     """Of what the weights leave of the memory, for the activations of a pass of several chunks."""
     oldest_share: float = 0.25
