@@ -48,10 +48,6 @@ _COMMAND_S = 0.005
 """A step carries commands out until they have taken this long, and one at least."""
 _COMMAND_LIMIT = 256
 """Commands that wait for their step; a caller that leaves does not take its own back."""
-_PASS_LIMIT = 16
-"""So many others may be let in before one that is first in rank and has no memory yet."""
-_BLOCKED_LIMIT = 8
-"""So many that have no memory are looked past in a step."""
 
 
 class EngineLoop:
@@ -267,7 +263,7 @@ class EngineLoop:
             has_begun = True
         blocked: list[Sequence] = []
         for sequence in self._scheduler.candidates(self._clock.monotonic()):
-            if len(blocked) >= _BLOCKED_LIMIT or any(s.passed_count >= _PASS_LIMIT for s in blocked):
+            if self._scheduler.lets_nobody_pass(blocked):
                 break
             if not self._scheduler.free_slot_count and not self._preemption.make_slot(sequence):
                 break

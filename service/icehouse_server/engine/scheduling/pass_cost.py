@@ -149,13 +149,6 @@ class _Measured:
     number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Surprise:
-    measured: _Measured
-    ratio: float
-    """Of what it took to what was expected."""
-
-
 class PassCostLearner:
     """Expects the cost of a pass from the passes before it, and says how far it can be asked."""
 
@@ -165,7 +158,8 @@ class PassCostLearner:
         self._doubted: dict[_Kind, _Measured] = {}
         """Passes that were the first of their kind and took far too long: a compilation, or others' work."""
         self._noted_count = 0
-        self._surprises: list[_Surprise] = []
+        self._surprises: list[tuple[float, _Measured]] = []
+        """Passes that were far off one behind the other, and what they took of what was expected."""
         self._cost: PassCost | None = None
         self._is_stale = False
 
@@ -181,13 +175,13 @@ class PassCostLearner:
         if is_far_off and ratio > 1.0 and self._doubts(measured):
             return
         is_surprise = is_far_off and _kind_of(size) in self._kept
-        if not is_surprise or (self._surprises and (ratio > 1.0) is not (self._surprises[0].ratio > 1.0)):
+        if not is_surprise or (self._surprises and (ratio > 1.0) is not (self._surprises[0][0] > 1.0)):
             self._keep_surprises()
         if not is_surprise:
             self._keep(measured)
             return
-        self._surprises.append(_Surprise(measured, ratio))
-        surprising_s = sum(surprise.measured.elapsed_s for surprise in self._surprises)
+        self._surprises.append((ratio, measured))
+        surprising_s = sum(each.elapsed_s for _, each in self._surprises)
         is_long = surprising_s >= policy.long_surprise_s
         if len(self._surprises) >= (policy.long_surprise_count if is_long else policy.surprise_count):
             self._change_speed()
@@ -274,8 +268,8 @@ class PassCostLearner:
 
     def _keep_surprises(self) -> None:
         """Take what was far off for true of its sizes: once it is known whether all else changed with it."""
-        for surprise in self._surprises:
-            self._keep(surprise.measured)
+        for _, measured in self._surprises:
+            self._keep(measured)
         self._surprises.clear()
 
     def _change_speed(self) -> None:
@@ -285,7 +279,7 @@ class PassCostLearner:
         proportions when it is the machine that has become busy; where they do not, older passes say less
         from now on.
         """
-        factor = statistics.median(surprise.ratio for surprise in self._surprises)
+        factor = statistics.median(ratio for ratio, _ in self._surprises)
         for kept in self._kept.values():
             for place, old in enumerate(kept):
                 age = self._policy.change_age

@@ -118,8 +118,10 @@ class PassPlanner:
         """Return the time beyond that of the rows alone which a pass may take."""
         policy, rows_s = self._policy, self._known_rows_s(rows)
         factor = policy.crowd_factor if self.is_crowd(crowd) else policy.beside_factor
-        if self._limits.prefill_slice_s or self.is_crowd(crowd):
-            return (factor - 1.0) * (self._limits.prefill_slice_s or rows_s)
+        if self._limits.prefill_slice_s:
+            return (factor - 1.0) * self._limits.prefill_slice_s
+        if self.is_crowd(crowd):
+            return max(policy.crowd_least_s, (factor - 1.0) * rows_s)
         # Who reads a reply compares with the pace before the prompt came, and rows grow beside a long one.
         taken = [elapsed_s for size, elapsed_s in self._alone_passes if size.draw_count == rows.draw_count]
         pace_s = min(rows_s, statistics.median(taken)) if taken else rows_s
@@ -298,7 +300,7 @@ class RoomBeside(PassRoom):
             return start
         all_s = cost.seconds(self._rows) + self._layers_s * layer_count / policy.layers_at_once
         fitting = cost.tokens_within(all_s, start, beside=self._rows)
-        length = min(float(policy.most_layered_token_count), fitting, count)
+        length = min(fitting, count)
         if length < policy.layered_gain * max(1.0, self._tokens_left(start)):
             return start
         # All of one length, a little longer rather than a short one behind them.

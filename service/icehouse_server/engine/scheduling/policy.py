@@ -17,6 +17,8 @@ class PassPolicy:
     """Longest pass, in passes of the decoding rows alone: latency between tokens at most doubles."""
     crowd_factor: float = 4.0
     """The same where a crowd waits for its first token."""
+    crowd_least_s: float = 0.0
+    """Or so long beyond that of the rows, if that is more: nobody notices a gap of 50 ms."""
     crowd_per_row: float = 0.2
     """More sequences than this that wait, for each one that decodes, are a crowd."""
     used_share: float = 0.78
@@ -50,12 +52,15 @@ class PassPolicy:
     layers_at_once: float = 2.0
     """Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the
     room changes on its way, and more are shorter chunks, which read more."""
-    most_layered_token_count: int = 256
     layered_gain: float = 2.0
     """A chunk goes through the layers in turns where it has so many times the tokens that a pass has room
     for, in one piece of a prompt that would take as many passes."""
 
-    # Who shares a pass.
+    # Who is let in, and who shares a pass.
+    passed_limit: int = 16
+    """So many others may be let in before one that is first in rank and has no memory yet."""
+    blocked_limit: int = 8
+    """So many that have no memory are looked past in a step."""
     pass_memory_share: float = 1.0 / 16.0
     """Of what the weights leave of the memory, for the activations of a pass of several chunks."""
     oldest_share: float = 0.25
@@ -92,6 +97,5 @@ class PassPolicy:
 
 
 POLICY = PassPolicy()
-GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_factor=8.0)
-"""A GPU's passes take what is expected of them, and it computes them while the host publishes. A pass of rows
-takes so little there that eight of them are still 50 to 80 ms."""
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_least_s=0.05)
+"""A GPU's passes take what is expected of them, and it computes them while the host publishes."""

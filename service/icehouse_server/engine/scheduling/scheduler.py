@@ -145,6 +145,13 @@ class Scheduler:
                 return
             yield sequence
 
+    def lets_nobody_pass(self, blocked: ReadSequence[Sequence]) -> bool:
+        """Whether nobody is let in any more before those who come first and have no memory yet."""
+        policy = self.limits.policy
+        return len(blocked) >= policy.blocked_limit or any(
+            sequence.passed_count >= policy.passed_limit for sequence in blocked
+        )
+
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot."""
         self._queue.discard(sequence)

@@ -110,6 +110,16 @@ def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
     assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
 
 
+def test_two_long_prompts_beside_16_rows_are_no_crowd() -> None:
+    served = gpu(QUIRKS["ahead"])
+    served.serve(16_000)
+    rows = served.ask(*[40] * 16)
+    served.run_until_decoding(*rows)
+    usual_s = sorted(served.gaps(served.run(30)))[15]
+    served.ask(16_000, 16_000)
+    assert sorted(served.gaps(served.run(60)))[58] <= 2.2 * usual_s
+
+
 @pytest.mark.parametrize(("token_count", "pass_s"), [(256, 0.012), (2048, 0.014)])
 def test_tokens_that_cost_next_to_nothing_are_taken(token_count: int, pass_s: float) -> None:
     """A pass takes 10 ms for one token."""

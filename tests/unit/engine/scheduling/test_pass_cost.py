@@ -115,6 +115,18 @@ def test_one_hiccup_changes_little() -> None:
         assert error(learner, TRUTH, size) < 0.1, size
 
 
+def test_the_first_pass_of_its_size_that_takes_far_too_long_is_no_lesson_until_a_second_one_does() -> None:
+    """A GPU compiles there, and no other pass of its size would tell."""
+    learner, large = PassCostLearner(POLICY), PassSize.of_chunk(2500, 1000)
+    teach(learner, TRUTH, VARIED)
+    before = learner.cost()
+    learner.note(large, 4.0 * TRUTH.seconds(large))
+    assert learner.cost() == before
+    learner.note(large, 4.0 * TRUTH.seconds(large))
+    after = learner.cost()
+    assert before is not None and after is not None and after.seconds(large) > before.seconds(large)
+
+
 def test_a_busy_moment_of_the_machine_changes_little() -> None:
     learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED * 4)

@@ -65,6 +65,11 @@ def test_priority_goes_first_then_the_order_of_arrival() -> None:
     assert admitted == [9, 0, 1], "up to prefilling_limit"
 
 
+def test_a_step_looks_past_a_few_that_have_no_memory_and_not_past_all_that_wait() -> None:
+    scheduler, blocked = WatchedScheduler(), [sequence(i, 5) for i in range(8)]
+    assert not scheduler.lets_nobody_pass(blocked[:7]) and scheduler.lets_nobody_pass(blocked)
+
+
 def test_a_tenant_that_runs_nothing_comes_up_although_others_prepare_enough() -> None:
     scheduler = WatchedScheduler()
     for i in range(6):
