@@ -7,7 +7,6 @@ clock that stands still. Nothing waits, so every interleaving a test asks for is
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from icehouse_server.domain.ids import (
     NO_ADAPTER,
     AdapterDigest,
     AdapterName,
-    BlockHash,
     Fingerprint,
     RequestId,
     Tenant,
@@ -287,46 +285,17 @@ class SteppedServer:
         return cache
 
     def check(self) -> None:
-        """Assert what always holds of the index and the RAM tier."""
-        indexed = {entry.hash: entry for entry in self.cache._index}
-        held = list(self.cache._ram)
-        assert all(indexed.get(entry.hash) is entry for entry in held), "RAM holds what the index forgot"
-        assert {e.hash for e in indexed.values() if e.ram} == {e.hash for e in held}
-        assert self.cache._ram.used_bytes == sum(entry.ram_bytes for entry in held)
-        check_accounts(self.cache)
-        assert all(entry.ram or entry.ssd or entry.is_spilling for entry in indexed.values())
+        """Assert what always holds of the prefix tree."""
+        self.cache.tree.check()
 
     def ram_starts(self) -> list[int]:
         """Return where the blocks in RAM start, the next to be evicted first."""
-        return [entry.start_token_index for entry in self.cache._ram]
+        return [entry.start_token_index for entry in self.cache.tree.in_ram()]
 
     def _take(self, outcome) -> None:
         if isinstance(outcome, StorageClosed):
             self.closed = outcome
         self.mailbox.post(outcome)
-
-
-def check_accounts(cache: PrefixCache) -> None:
-    """Assert that the bytes by owner, and what is under way, are what the blocks say."""
-    assert set(cache._index.spilling) == {e for e in cache._index if e.is_spilling}
-    for sizes, accounts in (
-        ([(e.owner, e.ram_bytes) for e in cache._ram], cache._ram.used_by),
-        ([(e.owner, e.ssd_bytes) for e in cache._index], cache._quotas._stored_bytes),
-        ([(e.owner, e.ram_bytes) for e in cache._ram if e.is_pinned], cache._ram.pinned_by),
-        (
-            [(e.owner, e.ssd_bytes) for e in cache._index if e.is_pinned],
-            cache._quotas._pinned_stored_bytes,
-        ),
-    ):
-        counted: Counter[BlockHash | None] = Counter()
-        for owner, size_bytes in sizes:
-            counted[owner] += size_bytes
-        assert +counted == +accounts, (counted, accounts)
-        assert all(size_bytes >= 0 for size_bytes in accounts.values()), accounts
-    if cache.settings.quotas.ssd_bytes:
-        stored = Counter(e.owner for e in cache._index if e.ssd_bytes and not e.is_pinned)
-        heaps = cache._quotas._stored_order._heaps
-        assert stored == {owner: heap.block_count for owner, heap in heaps.items()}, (stored, heaps)
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:

@@ -193,7 +193,7 @@ def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
         served.ask("a", tokens, max_output_tokens=0)
         served.holds_storage = True
         served.ask("b", tokens, max_output_tokens=0)
-        assert served.cache._spills.under_way_count == 3
+        assert served.cache.spills.under_way_count == 3
         answers = served.give(Evict(None))
         served.loop.step()
         served.holds_storage = False
@@ -209,7 +209,7 @@ def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
         served.ask("b", prompt(2 * BLOCK + 1), tenant=Tenant("two"), max_output_tokens=0)
         report = served.order(Evict(None))
         assert isinstance(report, EvictReport) and report.ram_block_count == 4
-        assert len(served.cache._index) == 0
+        assert len(served.cache.tree) == 0
 
 
 def known(served: SteppedServer) -> tuple[BlockHash, ...]:
@@ -248,7 +248,7 @@ def test_a_prompts_blocks_are_named_from_its_end(tmp_path: Path) -> None:
         served.ask("b", prompt(3 * BLOCK, salt=1), max_output_tokens=0)
         named = served.order(ListKnown(tuple(tokens)))
         assert isinstance(named, KnownBlocks) and len(named.block_hashes) == 3
-        starts = [served.cache.find(name).start_token_index for name in named.block_hashes]
+        starts = [served.cache.tree.get(name).start_token_index for name in named.block_hashes]
         assert starts == [2 * BLOCK, BLOCK, 0]
 
 

@@ -88,7 +88,7 @@ def test_damage_in_one_block_leaves_what_is_before_it(models, filled, tmp_path: 
     source, cold = filled["llama"]
     directory = shutil.copytree(source, tmp_path / "copy")
     with CacheServer(models["llama"], directory) as served:
-        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache.tree, key=lambda entry: entry.start_token_index)
         (third,) = [path for path in block_files(directory) if path.stem == chain[2].hash.hex()]
         flip(third, tensor_offset(third, 1))
         answer = served.ask("first", TOKENS)

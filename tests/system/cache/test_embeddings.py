@@ -113,7 +113,7 @@ def test_embeddings_leave_nothing_in_the_cache_and_take_nothing_from_it(tmp_path
     model_dir = tiny_model_dir(tmp_path, "llama")
     with CacheServer(model_dir, None) as served:
         first = vectors_of(served, Pooling.MEAN)
-        assert len(served.cache._index) == 0
+        assert len(served.cache.tree) == 0
         served.ask("text", tokens_of(LENGTHS[-1]))
         again = embedding_request("again", LENGTHS[-1], Pooling.MEAN, NO_ADAPTER)
         served.engine.submit(again)

@@ -82,7 +82,7 @@ def test_a_load_that_hangs_is_given_up_and_the_prompt_computed(served: SteppedSe
 def test_nobody_waits_for_a_disk_that_is_known_to_hang(served: SteppedServer) -> None:
     reader = hang_a_load(served, "a")
     pass_time(served, LATE_S)
-    served.cache.yield_ram(1 << 30)
+    served.cache.ram.yield_bytes(1 << 30)
     assert served.ask("b", [*TOKENS, 5]).cache.limit is ReuseLimit.LOAD_FAILED
     reader.go_on()
 
@@ -90,9 +90,9 @@ def test_nobody_waits_for_a_disk_that_is_known_to_hang(served: SteppedServer) ->
 def test_what_is_on_ssd_is_used_again_once_the_disk_answers(served: SteppedServer) -> None:
     reader = hang_a_load(served, "a")
     pass_time(served, LATE_S)
-    served.cache.yield_ram(1 << 30)
+    served.cache.ram.yield_bytes(1 << 30)
     assert served.ask("hung", TOKENS).cache.ssd_token_count == 0
-    served.cache.yield_ram(1 << 30)
+    served.cache.ram.yield_bytes(1 << 30)
     reader.go_on()
     served.holds_storage = False
     pass_time(served, 1.0)
@@ -170,7 +170,7 @@ def test_a_directory_that_never_opens_keeps_nobody_waiting(tmp_path: Path) -> No
     assert isinstance(explained[0], Explanation)
     assert isinstance(verified[0], StorageError) and verified[0].reason is Reason.STORE_UNUSABLE
     served.ask("at once", prompt(3 * BLOCK, salt=5))
-    served.cache.yield_ram(1 << 30)
+    served.cache.ram.yield_bytes(1 << 30)
     resume(served.storage)
     served.holds_storage = False
     served.storage.open()

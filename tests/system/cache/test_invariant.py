@@ -124,7 +124,7 @@ def reference(request, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     made = Reference(tiny_model_dir(tmp_path_factory.mktemp("models"), request.param))
     with CacheServer(made.folder, None) as served:
         served.ask("measure", _STEM, max_output_tokens=0)
-        made.stem_bytes = served.cache._ram.used_bytes
+        made.stem_bytes = served.cache.tree.ram.used_bytes
     return made
 
 

@@ -136,7 +136,7 @@ def test_the_end_of_a_request_does_not_race_the_writer(tmp_path: Path) -> None:
         while not served.runner.decoding:
             served.loop.step()
         served.cancel("second")
-        assert served.runner.history == {} and served.cache._spills.under_way_count > 0
+        assert served.runner.history == {} and served.cache.spills.under_way_count > 0
         served.holds_storage = False
         served.step_until_idle()
     with SteppedServer(tmp_path) as served:
@@ -168,7 +168,7 @@ def test_what_is_queued_is_not_counted_as_written(tmp_path: Path) -> None:
         served.ask("once", prompt(4 * BLOCK + 1), max_output_tokens=0)
         served.holds_storage = True
         served.ask("twice", prompt(4 * BLOCK + 1), max_output_tokens=0)
-        assert served.cache._spills.under_way_count == 4
+        assert served.cache.spills.under_way_count == 4
         served.holds_storage = False
         stats = served.stats()
         dropped = {drop.cause: drop.block_total for drop in stats.spill.drops}
@@ -176,4 +176,4 @@ def test_what_is_queued_is_not_counted_as_written(tmp_path: Path) -> None:
         assert 0 < stats.spill.persisted_block_total < 4
         assert dropped == {SpillDropCause.DAILY_BUDGET: 4 - stats.spill.persisted_block_total}
         assert stats.ssd.block_count == stats.spill.persisted_block_total
-        assert served.cache._spills.under_way_count == 0
+        assert served.cache.spills.under_way_count == 0

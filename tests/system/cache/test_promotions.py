@@ -87,10 +87,10 @@ def test_who_is_parked_in_the_middle_of_a_block_copies_the_right_one_when_it_goe
         served.submit("parked", prompt(4 * BLOCK), max_output_tokens=30)
         (sequence,) = _step_until_running(served, lambda found: len(found.unkept) == 2)
         served.loop.step()  # a slice of the second one
-        copied = [entry for entry in served.cache.blocks() if entry.ram]
+        copied = [entry for entry in list(served.cache.tree) if entry.ram]
         assert copied[0].start_token_index == 0 and copied[0].ssd
         # Its first block leaves RAM again, and what it has computed goes to SSD behind that.
-        served.cache.yield_ram(1 << 30)
+        served.cache.ram.yield_bytes(1 << 30)
         served.loop._park(sequence)
         served.step_until_idle()
         assert served.answer("parked").tokens == expected_tokens(prompt(4 * BLOCK), 30)

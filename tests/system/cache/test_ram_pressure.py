@@ -57,7 +57,7 @@ def test_promotion_makes_room_when_ram_is_full(tmp_path: Path) -> None:
         served.ask("first again", prompt(4 * BLOCK), max_output_tokens=6)
         served.check()
         assert served.ask("first once more", prompt(4 * BLOCK)).cache.ram_token_count >= 2 * BLOCK
-        assert served.cache._ram.used_bytes <= 4 * BLOCK_BYTES
+        assert served.cache.tree.ram.used_bytes <= 4 * BLOCK_BYTES
 
 
 def test_what_follows_a_block_that_is_not_in_ram_can_be_used_at_once(tmp_path: Path) -> None:
@@ -85,12 +85,12 @@ def test_making_room_for_a_region_spares_the_block_that_gets_it() -> None:
 def test_a_block_that_can_never_fit_pushes_nobody_out() -> None:
     with SteppedServer(facts=HYBRID, ram_blocks=12, checkpoint_interval_tokens=1000) as served:
         served.ask("small", prompt(BLOCK + 1), max_output_tokens=1)
-        held = {entry.hash for entry in served.cache._ram}
+        held = {entry.hash for entry in served.cache.tree.in_ram()}
         assert held
         served.runner._checkpoint_padding_bytes = 100 * BLOCK_BYTES
         served.ask("huge", prompt(BLOCK + 1, salt=1), max_output_tokens=1)
         served.check()
-        assert held <= {entry.hash for entry in served.cache._ram}
+        assert held <= {entry.hash for entry in served.cache.tree.in_ram()}
 
 
 def test_nothing_is_counted_as_dropped_on_its_way_to_an_ssd_that_is_not_there() -> None:
@@ -129,7 +129,7 @@ def test_a_block_in_use_again_is_not_dropped_when_its_spill_ends(tmp_path: Path)
         served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0)
         served.holds_storage = True
         served.ask("b", prompt(2 * BLOCK + 1, salt=1), max_output_tokens=0)
-        assert served.cache._spills.under_way_count > 0
+        assert served.cache.spills.under_way_count > 0
         assert served.ask("a", prompt(2 * BLOCK + 1), max_output_tokens=0).cache.ram_token_count == 2 * BLOCK
         served.holds_storage = False
         served.step_until_idle()
@@ -188,13 +188,13 @@ def test_off_writes_nothing_and_still_reads(tmp_path: Path) -> None:
 def pressed(served: SteppedServer, *, beside_tier_bytes: int) -> None:
     """Let memory hold the tier as it is now, and so much for sequences: ten bytes a token."""
     served.runner.active_bytes = lambda: (
-        served.cache._ram.used_bytes + 10 * sum(map(len, served.runner.history.values()))
+        served.cache.tree.ram.used_bytes + 10 * sum(map(len, served.runner.history.values()))
     )
-    served.loop._preemption.guard.limit_bytes = served.cache._ram.used_bytes + beside_tier_bytes
+    served.loop._preemption.guard.limit_bytes = served.cache.tree.ram.used_bytes + beside_tier_bytes
 
 
 def held(served: SteppedServer) -> set[bytes]:
-    return {entry.hash for entry in served.cache._ram}
+    return {entry.hash for entry in served.cache.tree.in_ram()}
 
 
 def start_a_long_one(served: SteppedServer) -> None:
@@ -211,7 +211,7 @@ def test_the_tier_loses_nothing_for_a_request_that_cannot_start_anyway(
     with SteppedServer(tmp_path if with_ssd else None) as served:
         served.ask("kept", prompt(40))
         before = held(served)
-        tier_bytes = served.cache._ram.used_bytes
+        tier_bytes = served.cache.tree.ram.used_bytes
         start_a_long_one(served)
         # All that the tier has would not do for the big one; the small one fits without any of it.
         pressed(served, beside_tier_bytes=1000 + 50)
@@ -223,7 +223,7 @@ def test_the_tier_loses_nothing_for_a_request_that_cannot_start_anyway(
             served.loop.step()
         assert isinstance(served.recorder.end_of("small"), Finished)
         assert served.scheduler.waiting_count == 1 and served.recorder.end_of("runs") is None
-        assert before <= held(served) and served.cache._ram.stats.evicted_block_total == 0
+        assert before <= held(served) and served.cache.ram.stats.evicted_block_total == 0
         served.cancel("runs")
         served.loop._preemption.guard.limit_bytes += 2000
         served.step_until_idle()

@@ -174,6 +174,25 @@ def test_letting_go_of_what_a_restore_is_made_from_counts_as_nothing(tmp_path: P
         served.check()
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_letting_go_of_what_a_sequence_reads_too_counts_as_nothing_while_it_runs(is_shared: bool) -> None:
+    """Where a block holds its row's own pages, no page is free before the row has ended."""
+    with SteppedServer(facts=CacheFacts(shares_captures=is_shared)) as served:
+        served.ask("other", OTHERS)
+        others = served.controller.yieldable_bytes()
+        served.submit("runs", TOKENS, max_output_tokens=50)
+        while not any(s.output_token_ids for s in served.scheduler.running):
+            served.loop.step()
+        kept = served.cache.tree.ram.used_bytes - others
+        assert kept == 4 * BLOCK_BYTES
+        free_bytes = others + (0 if is_shared else kept)
+        assert served.controller.yieldable_bytes() == free_bytes
+        assert served.controller.yield_ram(10 * others) == free_bytes
+        served.step_until_idle()
+        assert served.controller.yieldable_bytes() == served.cache.tree.ram.used_bytes > 0
+        served.check()
+
+
 def test_loads_leave_the_cores_to_rows_that_decode_at_an_even_pace(tmp_path: Path) -> None:
     """Not when those have ended, and not while a crowd waits for its first tokens: a load that was asked for
     beside the last token of others took half a second on an idle machine."""
@@ -274,7 +293,7 @@ def test_blocks_evicted_between_plan_and_load(tmp_path: Path) -> None:
 def test_one_missing_block_ends_the_match_there(tmp_path: Path, index: int) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
-        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache.tree, key=lambda entry: entry.start_token_index)
         name = chain[index].hash.hex()
         (path,) = (tmp_path / "blocks").rglob(f"{name}.safetensors")
         path.unlink()
@@ -307,7 +326,7 @@ def test_identical_prompts_side_by_side() -> None:
         served.step_until_idle()
         answers = [served.answer(name).tokens for name in "abc"]
         assert answers[0] == answers[1] == answers[2]
-        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache._ram})
+        assert served.stats().ram.block_count == len({entry.hash for entry in served.cache.tree.in_ram()})
         served.check()
 
 

@@ -33,7 +33,7 @@ def block_bytes(folder: Path) -> int:
     """Return how much RAM a full block of this model takes."""
     with CacheServer(folder, None) as served:
         served.ask("measure", prompt(BLOCK + 1), max_output_tokens=0)
-        (entry,) = list(served.cache._ram)
+        (entry,) = list(served.cache.tree.in_ram())
         return entry.ram_bytes
 
 
@@ -45,7 +45,7 @@ def test_ram_for_a_few_blocks_only(tmp_path: Path, architecture: str) -> None:
         expected = [served.ask(f"cold {i}", tokens).tokens for i, tokens in enumerate(prompts)]
     with CacheServer(folder, tmp_path / "blocks") as served:
         served.ask("measure", prompts[0], max_output_tokens=0)
-        whole_bytes = served.cache._ram.used_bytes
+        whole_bytes = served.cache.tree.ram.used_bytes
     ssd_tokens = 0
     with CacheServer(folder, tmp_path / "few", ram_bytes=whole_bytes * 2 // 3) as served:
         for turn in range(3):

@@ -66,7 +66,7 @@ def test_no_file_and_no_sqlite_on_the_inference_thread(tmp_path: Path, architect
     prompts = [prompt(6 * BLOCK + 3, salt=salt) for salt in range(3)]
     with CacheServer(folder, tmp_path / "blocks") as served:
         served.ask("measure", prompts[0], max_output_tokens=0)
-        ram_bytes = served.cache._ram.used_bytes
+        ram_bytes = served.cache.tree.ram.used_bytes
     with CacheServer(folder, tmp_path / "blocks", ram_bytes=ram_bytes, spill_policy="write_behind") as served:
         served.ask("first step", prompt(BLOCK, salt=9))
         with AUDITOR.listening():

@@ -6,23 +6,18 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.stats import EngineStats
 
-from tests.system.cache.stepped_server import check_accounts
 from tests.system.sim.server import SimServer
 
 
 def check_ram(served: SimServer) -> None:
-    """The RAM tier's account is right and within its budget plus what waits to be written."""
-    ram = served.cache._ram
-    held = {entry.hash: entry.ram_bytes for entry in ram}
-    assert ram.used_bytes == sum(held.values()), (ram.used_bytes, held)
-    assert all(held.values()), "an entry without arrays is in the RAM tier"
-    spilling_bytes = sum(held[entry.hash] for entry in ram if entry.is_spilling)
-    assert ram.used_bytes <= ram.limit_bytes + spilling_bytes, (
-        f"{ram.used_bytes} bytes in RAM, limit {ram.limit_bytes}, waiting to be written {spilling_bytes}"
+    """The tree is what its nodes say, and RAM within its budget plus what waits to be written."""
+    tree, limit_bytes = served.cache.tree, served.cache.ram.limit_bytes
+    tree.check()
+    assert all(node.ram_bytes for node in tree.in_ram()), "a node without bytes is in the RAM tier"
+    spilling_bytes = sum(node.ram_bytes for node in tree.spilling)
+    assert tree.ram.used_bytes <= limit_bytes + spilling_bytes, (
+        f"{tree.ram.used_bytes} bytes in RAM, limit {limit_bytes}, waiting to be written {spilling_bytes}"
     )
-    for entry in ram:
-        assert served.cache._index.get(entry.hash) is entry, "RAM holds a block that the index does not know"
-    check_accounts(served.cache)
     check_quotas(served)
 
 
@@ -30,15 +25,15 @@ def check_quotas(served: SimServer) -> None:
     """No tenant is over its quota, but for what is on its way out of RAM."""
     limits, cache = served.setup.quotas, served.cache
     if limits.ram_bytes:
-        for kin in {cache._quotas._kin_of(owner) for owner in cache._ram.used_by}:
-            used_bytes = sum(cache._ram.used_by[root] for root in kin)
-            leaving = (e.ram_bytes for e in cache._ram if e.owner in kin and e.is_spilling)
+        for kin in {cache.quotas.kin_of(owner) for owner in cache.tree.ram.used_by}:
+            used_bytes = sum(cache.tree.ram.used_by[root] for root in kin)
+            leaving = (e.ram_bytes for e in cache.tree.in_ram() if e.owner in kin and e.is_spilling)
             assert used_bytes <= limits.ram_bytes + sum(leaving), (kin, used_bytes, limits)
     if limits.ssd_bytes and cache.facts.has_kv and not served.setup.has_shared_prefixes:
         # Without kv, or behind blocks of another tenant, a chain has gaps on SSD, and after a restart its
         # owner shows only when it is used.
-        for kin in {cache._quotas._kin_of(owner) for owner in cache._quotas._stored_bytes}:
-            stored_bytes = sum(cache._quotas._stored_bytes[root] for root in kin)
+        for kin in {cache.quotas.kin_of(owner) for owner in cache.tree.ssd.used_by}:
+            stored_bytes = sum(cache.tree.ssd.used_by[root] for root in kin)
             assert None in kin or stored_bytes <= limits.ssd_bytes, (kin, stored_bytes, limits)
 
 
@@ -54,11 +49,9 @@ def check_rest(served: SimServer) -> None:
     assert served.runner.is_empty, vars(served.runner)
     assert not served.controller._restores and not served.cache.waits._waiting, "restores were left behind"
     assert not served.spilling(), "blocks wait to be written for ever"
-    ram = served.cache._ram
-    assert ram.used_bytes <= ram.limit_bytes, (ram.used_bytes, ram.limit_bytes)
-    for entry in served.cache._index:
-        assert entry.ram or entry.ssd, f"an entry in neither tier: {entry}"
-    assert served.cache._counters.promote.failed_restore_total == 0, (
+    used_bytes, limit_bytes = served.cache.tree.ram.used_bytes, served.cache.ram.limit_bytes
+    assert used_bytes <= limit_bytes, (used_bytes, limit_bytes)
+    assert served.cache.counters.promote.failed_restore_total == 0, (
         "a plan promised what a restore did not find"
     )
 
@@ -74,7 +67,7 @@ def check_agreement(served: SimServer) -> None:
     }
     theirs = {
         entry.hash: tuple(entry.ssd.get(kind, 0) for kind in RegionKind)
-        for entry in served.cache._index
+        for entry in served.cache.tree
         if entry.ssd
     }
     assert theirs == mine, f"engine knows {len(theirs)} blocks on SSD, the SSD tier has {len(mine)}"
@@ -86,7 +79,7 @@ def check_pins_agree(served: SimServer) -> None:
     if served.storage is None or served.is_storage_dead or not served.store.is_open:
         return
     pinned = {record.hash for record in served.store.index if record.pinned}
-    for entry in served.cache._index:
+    for entry in served.cache.tree:
         if entry.ssd:
             assert (entry.hash in pinned) is entry.is_pinned, f"{entry} is pinned in one tier only"
 
@@ -107,7 +100,7 @@ def check_counters(
     reused = lookups.ram_token_total + lookups.ssd_token_total
     assert reused == engine.cached_token_total, (lookups, engine)
     assert lookups.hit_total <= lookups.lookup_total
-    assert cache.ram.size_bytes == served.cache._ram.used_bytes
+    assert cache.ram.size_bytes == served.cache.tree.ram.used_bytes
     if storage is None:
         return
     spill = cache.spill
@@ -116,6 +109,6 @@ def check_counters(
     assert written.accepted_block_total == written.persisted_block_total + dropped, storage
     assert (spill.queue_count, spill.queue_bytes) == (0, 0), spill
     assert storage.promote.queue_count == 0, storage
-    assert cache.ssd is not None and cache.ssd.block_count == sum(1 for e in served.cache._index if e.ssd)
+    assert cache.ssd is not None and cache.ssd.block_count == served.cache.tree.ssd.block_count
     limit = written.daily_limit_bytes
     assert limit == 0 or written.written_today_bytes <= limit, storage

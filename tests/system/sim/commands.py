@@ -23,7 +23,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Command, QueryStats
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 
 from tests.system.sim.ledger import Ledger
@@ -98,10 +98,10 @@ class CommandIssuer:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         doom.spill_number = self._ledger.spill_number
         if isinstance(order, EvictBlocks):
-            doom.blocks |= {name for name in order.block_hashes if served.cache.find(name) is not None}
+            doom.blocks |= {name for name in order.block_hashes if served.cache.tree.get(name) is not None}
             return
         is_all = order.prompt_token_ids is None
-        known = served.cache.blocks() if is_all else _known(served, order)
+        known = list(served.cache.tree) if is_all else _known(served, order)
         doom.blocks |= {entry.hash for entry in known}
         if is_all and served.storage is not None and served.store.is_open:
             # What a quota or an order before has made go is known to the engine no more, and there still.
@@ -144,7 +144,7 @@ class CommandIssuer:
         assert not old, f"evicted by order and still there: {old}"
 
 
-def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Entry]:
+def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Node]:
     """Return the blocks that are wholly part of an order's prompt."""
     assert order.prompt_token_ids is not None
     return served.cache.known_chain(order.prompt_token_ids, order.scope)

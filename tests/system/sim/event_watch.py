@@ -10,7 +10,7 @@ from icehouse_server.domain.cache_commands import CacheAnswer
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.engine.core.mailbox import Command
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.kv_events.events import BlockImage, cut, images_of
 from icehouse_server.rpc.kv_events.feed import EventFeed
@@ -39,9 +39,9 @@ class EventWatch:
             self._mirror, replay_limit_bytes=dice.choice((600, 5_000, 1_000_000)), clock=served.clock
         )
         # A full log is met now and then: a listing's slices fit, a few steps' changes do not.
-        served.controller.commands._listing.slice_count = 4
-        served.cache.log._limit = dice.choice((16, 16_384))
-        self._follower = LogFollower(served.cache.log, self._mirror, self.feed)
+        served.controller.commands.listing_slice_count = 4
+        served.cache.tree.log._limit = dice.choice((16, 16_384))
+        self._follower = LogFollower(served.cache.tree.log, self._mirror, self.feed)
         self._follower.begin(Tenant("other"))
         self._gateways = [Gateway(self.feed, tenant) for tenant in _READERS]
         self._is_asking = False
@@ -91,8 +91,8 @@ class EventWatch:
 
     def _expected(self) -> set[Known]:
         """Return what the index says by itself: the whole blocks of known tenants' whole chains."""
-        index, log = self._served.cache._index, self._served.cache.log
-        scopes = dict(log._scopes)
+        index = self._served.cache.tree
+        scopes = dict(index.log._scopes)
         found: set[Known] = set()
         for entry in index:
             chain = _chain(index.get, entry)
@@ -103,7 +103,7 @@ class EventWatch:
                 found |= set(_known(entry, scope, self._tokens(entry)))
         return found
 
-    def _is_told(self, entry: Entry) -> bool:
+    def _is_told(self, entry: Node) -> bool:
         if not (entry.ram or entry.ssd) or entry.token_count != BLOCK:
             return False
         if self._tokens(entry) is not None:
@@ -112,7 +112,7 @@ class EventWatch:
         assert excused, f"the tokens of a sound block were never read: {entry}"
         return False
 
-    def _tokens(self, entry: Entry) -> Tokens | None:
+    def _tokens(self, entry: Node) -> Tokens | None:
         known = self._mirror._known.get(entry.hash)
         if entry.token_ids is not None:
             token_ids, extra = split_keys(entry.token_ids)
@@ -121,7 +121,7 @@ class EventWatch:
         return None if known is None or known.packed is None else (known.packed, known.images)
 
 
-def _chain(get: object, entry: Entry) -> list[Entry]:
+def _chain(get: object, entry: Node) -> list[Node]:
     assert callable(get)
     chain = [entry]
     while (above := get(chain[-1].parent)) is not None:
@@ -129,7 +129,7 @@ def _chain(get: object, entry: Entry) -> list[Entry]:
     return chain
 
 
-def _known(entry: Entry, scope: CacheScope, tokens: Tokens | None) -> Iterable[Known]:
+def _known(entry: Node, scope: CacheScope, tokens: Tokens | None) -> Iterable[Known]:
     assert tokens is not None
     parent = None if entry.start_token_index == 0 else cut(BlockHash(entry.parent))
     if entry.ram:

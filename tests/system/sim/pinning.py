@@ -30,12 +30,12 @@ class PinWatch:
         self.is_excused = False
         self._before = {
             entry.hash: bool(entry.ram)
-            for entry in served.cache._index
+            for entry in served.cache.tree
             if entry.is_pinned and (entry.ram or entry.hash in self._ledger.committed)
         }
 
     def _check(self, served: SimServer, name: BlockHash, *, was_in_ram: bool) -> None:
-        entry = served.cache._index.get(name)
+        entry = served.cache.tree.get(name)
         is_kept = entry is not None and entry.is_pinned and (entry.ram or entry.ssd)
         # Where requests have no memory, the RAM copy of what is on SSD may go.
         may_leave_ram = not was_in_ram or bool(served.setup.memory_limit_bytes)
@@ -45,7 +45,7 @@ class PinWatch:
         """A pin survives an orderly restart: the rows of pinned blocks say so."""
         if served.storage is None or served.is_storage_dead or self._ledger.io_errors(served):
             return
-        for entry in served.cache._index:
+        for entry in served.cache.tree:
             record = served.store.index.get(entry.hash)
             # One that was written after the flush had given up waiting is not known to the engine.
             if entry.is_pinned and entry.ssd and record is not None:

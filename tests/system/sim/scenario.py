@@ -253,7 +253,7 @@ class Scenario:
         if not self._pieces:
             cache = self._served.cache
             of_prompt = order.prompt_token_ids
-            known = cache.blocks() if of_prompt is None else cache.known_chain(of_prompt, order.scope)
+            known = list(cache.tree) if of_prompt is None else cache.known_chain(of_prompt, order.scope)
             self._pieces = [entry.hash for entry in reversed(known)]
             if self._sharing_dice.random() < 0.3:
                 return ListKnown(of_prompt, order.scope)

@@ -265,7 +265,7 @@ class SimServer:
 
     def spilling(self) -> Sequence[BlockHash]:
         """Return the blocks that wait to be written."""
-        return [entry.hash for entry in self.cache._index.spilling]
+        return [entry.hash for entry in self.cache.tree.spilling]
 
     def _wait_in_flush(self) -> None:
         self.clock.now += 0.01

@@ -138,7 +138,7 @@ def test_a_block_pinned_while_it_was_to_leave_stays_when_the_disk_does_not_take_
     (leaving,) = bench.served.spilling()
     answer = bench.order(Pin(tuple(b"aaaabbbbc")))
     assert isinstance(answer, PinReport) and answer.block_count == 2
-    entry = bench.served.cache._index.get(leaving)
+    entry = bench.served.cache.tree.get(leaving)
     assert entry is not None and entry.ram and entry.is_pinned
 
 
@@ -167,7 +167,7 @@ def test_a_block_pinned_while_it_was_to_leave_outlives_a_full_disk(
         pass
     assert (block in bench.ledger.removed) is is_written_first
     served.come_to_rest()
-    entry = served.cache._index.get(block)
+    entry = served.cache.tree.get(block)
     assert entry is not None and entry.is_pinned
     assert entry.ram if is_written_first else block in bench.ledger.committed
     check_ram(served)
@@ -194,16 +194,16 @@ def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
             served.step_engine()
     (leaving,) = served.spilling()
     # Whatever else there is cannot go for it.
-    served.cache.pin([entry for entry in served.cache._ram if entry.hash != leaving], pinned=True)
+    served.cache.pin([entry for entry in served.cache.tree.in_ram() if entry.hash != leaving], pinned=True)
     answers: list[CacheAnswer | IcehouseError] = []
     served.mailbox.post(Command(Pin(tuple(b"aaaabbbbc")), answers.append))
     served.step_engine()
     (answer,) = answers
     assert isinstance(answer, Overloaded) and "1 of 2 blocks" in str(answer), answer
-    entry = served.cache._index.get(leaving)
+    entry = served.cache.tree.get(leaving)
     assert entry is not None and not entry.is_pinned
     served.come_to_rest()
-    assert served.cache._index.get(leaving) is None
+    assert served.cache.tree.get(leaving) is None
 
 
 def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_pin_of_what_left_the_ssd_meanwhile_says_so(directory: Path) -> None:
         served.come_to_rest()
     assert isinstance(told[0][0], PinReport) and told[0][0].block_count == 1
     assert isinstance(told[1][0], NotFound)
-    assert not list(served.cache._index)
+    assert not list(served.cache.tree)
 
 
 def test_a_pin_of_what_was_found_damaged_meanwhile_says_so(directory: Path) -> None:
@@ -240,11 +240,11 @@ def test_a_pin_of_what_was_found_damaged_meanwhile_says_so(directory: Path) -> N
         pass
     served.store.remove(records[1:])
     bench.ledger.removed.update(record.hash for record in records[1:])
-    served.cache.forget_stored(records[1].hash)
+    served.cache.tree.forget_stored(records[1].hash)
     served.come_to_rest()
     (answer,) = answers
     assert isinstance(answer, PinReport) and answer.block_count == 1
-    assert [entry.hash for entry in served.cache._index] == [records[0].hash]
+    assert [entry.hash for entry in served.cache.tree] == [records[0].hash]
     check_pins_agree(served)
 
 
@@ -289,7 +289,7 @@ def test_a_block_computed_and_pinned_again_behind_an_order_to_evict_it_stays(dir
         served.step_engine()
     assert served.spilling() == [block]
     assert isinstance(bench.order(Pin(tuple(b"aaaabbbb"))), PinReport)
-    entry = served.cache._index.get(block)
+    entry = served.cache.tree.get(block)
     assert entry is not None and entry.is_pinned and entry.ram and block in bench.ledger.removed
 
 
@@ -319,7 +319,7 @@ def test_a_refused_pin_pins_nothing(directory: Path) -> None:
         bench.served.mailbox.post(Command(order, answers.append))
     bench.served.come_to_rest()
     assert isinstance(answers[0], Overloaded), answers
-    assert not any(entry.is_pinned for entry in bench.served.cache._index)
+    assert not any(entry.is_pinned for entry in bench.served.cache.tree)
 
 
 def test_pinned_blocks_that_were_to_leave_and_are_used_again_do_not_outgrow_ram(directory: Path) -> None:

@@ -16,7 +16,7 @@ from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller
-from icehouse_server.engine.prefix_cache.tiers import index, ram_tier
+from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import channel, mirror
 from icehouse_server.storage import row_buffers
@@ -26,6 +26,7 @@ from icehouse_server.storage.local.block_format import file, header, reader
 from icehouse_server.storage.local.directory import commit, reconcile, space, store
 
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
+from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
 
 _SEED_LIMIT = 300
@@ -33,34 +34,34 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def believe_every_token_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "common_prefix", lambda known, wanted: min(len(known), len(wanted)))
+    patch.setattr(matching, "common_prefix", lambda known, wanted: min(len(known), len(wanted)))
 
 
 def forget_windows(patch: pytest.MonkeyPatch) -> None:
-    real = index.IndexRules.needed_kinds
+    real = ports.CacheFacts.needed_kinds
 
-    def needed_kinds(self, entry, token_count):
-        return tuple(kind for kind in real(self, entry, token_count) if kind != "window")
+    def needed_kinds(self, **place):
+        return tuple(kind for kind in real(self, **place) if kind != "window")
 
-    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def measure_windows_one_block_short(patch: pytest.MonkeyPatch) -> None:
-    real = index.IndexRules.needed_kinds
+    real = ports.CacheFacts.needed_kinds
 
-    def needed_kinds(self, entry, token_count):
-        return real(self, entry, token_count + self.block_token_count)
+    def needed_kinds(self, *, end_token_index, token_count):
+        return real(self, end_token_index=end_token_index, token_count=token_count + BLOCK)
 
-    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    real = index.IndexRules.needed_kinds
+    real = ports.CacheFacts.needed_kinds
 
-    def needed_kinds(self, entry, token_count):
-        return tuple(kind for kind in real(self, entry, token_count) if kind != "checkpoint")
+    def needed_kinds(self, **place):
+        return tuple(kind for kind in real(self, **place) if kind != "checkpoint")
 
-    patch.setattr(index.IndexRules, "needed_kinds", needed_kinds)
+    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def forget_which_image(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_no_image_in_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "join_keys", lambda token_ids, extra: tuple(token_ids))
+    patch.setattr(tree, "join_keys", lambda token_ids, extra: tuple(token_ids))
 
 
 def begin_every_image_at_its_start(patch: pytest.MonkeyPatch) -> None:
@@ -216,31 +217,30 @@ def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     real = commands.CacheCommands._pin
 
-    def pin(self, token_ids, scope, **rest):
-        report = real(self, token_ids, scope, **rest)
-        self._cache.pin(self._cache.known_chain(token_ids, scope)[-1:], pinned=True)
+    def pin(self, nodes, **rest):
+        report = real(self, nodes, **rest)
+        self._cache.pin(nodes[-1:], pinned=True)
         return report
 
     patch.setattr(commands.CacheCommands, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
-    def victims(self, needed_bytes, *, spared=()):
-        excess = self.used_bytes + needed_bytes - self.limit_bytes
-        chosen = []
-        for entry in sorted(self, key=lambda entry: not entry.is_pinned):
-            if excess <= 0:
-                break
-            if entry.hash not in spared:
-                chosen.append(entry)
-                excess -= entry.ram_bytes
-        return chosen if excess <= 0 else None
+    real = tree.PrefixTree.set_pinned
 
-    patch.setattr(ram_tier.RamTier, "victims", victims)
+    def set_pinned(self, node, *, pinned):
+        real(self, node, pinned=pinned)
+        if node.ram and pinned:
+            order = self.ram._order
+            order[node] = 0
+            order.move_to_end(node, last=False)
+
+    patch.setattr(tree.PrefixTree, "set_pinned", set_pinned)
+    patch.setattr(tree.PrefixTree, "check", lambda self: None)
 
 
 def evict_nothing_from_ram(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ram_tier.RamTier, "victims", lambda self, needed_bytes, *, spared=(): [])
+    patch.setattr(account.TierAccount, "victims", lambda self, needed_bytes, **how: [])
 
 
 def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cache.PrefixCache, "forget_stored", lambda self, block: None)
+    patch.setattr(tree.PrefixTree, "forget_stored", lambda self, block: None)
 
 
 def let_failed_loads_wait(patch: pytest.MonkeyPatch) -> None:
@@ -311,12 +311,7 @@ def lose_the_place_of_a_cancelled_prompt(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    real = index.BlockIndex.match
-
-    def match(self, *, root, token_ids, token_limit, **kwargs):
-        return real(self, root=root, token_ids=token_ids, token_limit=token_limit + 1, **kwargs)
-
-    patch.setattr(index.BlockIndex, "match", match)
+    patch.setattr(matching.Prompt, "limit", property(lambda prompt: len(prompt.keys)))
 
 
 def log_no_removal(patch: pytest.MonkeyPatch) -> None:

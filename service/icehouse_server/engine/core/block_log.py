@@ -2,7 +2,7 @@
 
 Appended to by the inference thread alone and taken from by one other thread; bounded, without a lock, since a
 deque's ends are safe for one of each. Off until somebody listens. When it is full it goes off: what was lost
-is found again by a listing of all blocks (`prefix_cache.listing`), never by waiting here.
+is found again by a listing of all blocks (`PrefixTree.listing`), never by waiting here.
 """
 
 from __future__ import annotations

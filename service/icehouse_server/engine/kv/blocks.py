@@ -106,7 +106,12 @@ class RunnerBlocks:
     def page(self, paging: Paging, *, growth: KvGrowth) -> None:
         """Cut and restore kv by pages from now on. After `measure`."""
         self._paging = paging
-        self.facts = dataclasses.replace(self.facts, growth=growth, least_lent_token_count=1)
+        self.facts = dataclasses.replace(
+            self.facts,
+            growth=growth,
+            least_lent_token_count=1,
+            shares_captures=self._group is not None,
+        )
 
     @property
     def _group(self) -> PageGroup | None:

@@ -6,8 +6,7 @@ Inference thread only. What needs the storage thread is answered when its outcom
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -26,12 +25,14 @@ from icehouse_server.domain.cache_commands import (
     Explanation,
     KnownBlocks,
     KnownTokens,
+    Listing,
     ListKnown,
     ListRecent,
     ListStored,
     Pin,
     PinReport,
     ReadTokens,
+    RecentBlock,
     RecentBlocks,
     StoredBlocks,
     Unpin,
@@ -42,8 +43,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.listing import BlockListing
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry, recent_block
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
 
@@ -54,25 +54,11 @@ _PINNED_RETRY_S = 60.0
 """Pins stay until somebody takes them away."""
 _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
+_SLICE_COUNT = 256
+"""Blocks told at once in a listing of all; what they make of changes has room in the log."""
 _STATS_S = 1.0
 """How long the storage thread's counters are waited for; then those it told last stand for them."""
 _STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PinChange:
-    """An order to pin or unpin that the storage thread is asked to carry out."""
-
-    pinned: bool
-    entries: tuple[Entry, ...]
-    were_pinned: tuple[bool, ...]
-
-    def report(self) -> PinReport:
-        return PinReport(
-            block_count=len(self.entries),
-            token_count=sum(entry.token_count for entry in self.entries),
-            size_bytes=sum(entry.ram_bytes or sum(entry.ssd.values()) for entry in self.entries),
-        )
 
 
 class CacheCommands:
@@ -86,7 +72,9 @@ class CacheCommands:
         """Commands that wait for the first inventory."""
         self._end: IcehouseError | None = None
         """Why the engine ends."""
-        self._listing = BlockListing(cache)
+        self.listing_slice_count = _SLICE_COUNT
+        self._listing: Iterator[int] = iter(())
+        """Goes on when who listens has taken the last slice, so that a step pays for one at most."""
         self._last_stats: CacheStats | None = None
         """The storage thread's part, as it was last told."""
 
@@ -146,29 +134,33 @@ class CacheCommands:
             self._waits.add(ticket, told, limit_s=_STATS_S)
 
     def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
-        if isinstance(command, Explain):
-            return self._explain(command, reply)
         if self._waits.is_stalled and isinstance(command, _STORAGE_ORDERS):
             raise _unanswered()
-        if isinstance(command, Pin):
-            return self._pin(command.prompt_token_ids, command.scope, pinned=True, reply=reply)
-        if isinstance(command, Unpin):
-            return self._pin(command.prompt_token_ids, command.scope, pinned=False, reply=reply)
-        if isinstance(command, Evict):
-            return self._evict(self._known(command), reply)
-        if isinstance(command, ListKnown):
-            return KnownBlocks(tuple(entry.hash for entry in reversed(self._known(command))))
-        if isinstance(command, ListRecent):
-            return self._recent(command)
-        if isinstance(command, EvictBlocks):
-            found = (self._cache.find(name) for name in command.block_hashes)
-            return self._evict([entry for entry in found if entry is not None], reply)
-        if isinstance(command, BeginListing):
-            return self._listing.begin(command.tenants)
-        if isinstance(command, ContinueListing):
-            return self._listing.proceed()
-        if isinstance(command, ReadTokens):
-            return self._read_tokens(command, reply)
+        match command:
+            case Explain():
+                return self._explain(command, reply)
+            case Pin() | Unpin():
+                nodes = self._cache.known_chain(command.prompt_token_ids, command.scope)
+                return self._pin(nodes, pinned=isinstance(command, Pin), reply=reply)
+            case Evict():
+                return self._evict(self._known(command), reply)
+            case EvictBlocks():
+                found = (self._cache.tree.get(name) for name in command.block_hashes)
+                return self._evict([node for node in found if node is not None], reply)
+            case ListKnown():
+                return KnownBlocks(tuple(node.hash for node in reversed(self._known(command))))
+            case ListRecent():
+                recent = self._cache.tree.recent(command.block_limit)
+                return RecentBlocks(tuple(_recent(n, with_tokens=command.with_tokens) for n in recent))
+            case BeginListing():
+                for tenant in command.tenants:
+                    self._cache.root(CacheScope(tenant))
+                self._listing = self._cache.tree.listing(slice_count=self.listing_slice_count)
+                return Listing(next(self._listing, 0))
+            case ContinueListing():
+                return Listing(next(self._listing, 0))
+            case ReadTokens():
+                return self._read_tokens(command, reply)
         if self._cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
         if isinstance(command, ListStored):
@@ -198,11 +190,6 @@ class CacheCommands:
             damaged_hashes=tuple(failure.hash for failure in found.damaged if failure.hash is not None),
             duration_s=self._clock.monotonic() - began,
         )
-
-    def _recent(self, command: ListRecent) -> RecentBlocks:
-        found = {entry.hash: entry for entry in self._cache.blocks(limit=command.block_limit)}
-        entries = itertools.islice(found.values(), command.block_limit)
-        return RecentBlocks(tuple(recent_block(e, with_tokens=command.with_tokens) for e in entries))
 
     def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks that this process never saw whole are read."""
@@ -239,31 +226,43 @@ class CacheCommands:
         self._waits.add(ticket, read, token_count=0)
         return None
 
-    def _pin(
-        self, token_ids: tuple[int, ...], scope: CacheScope, *, pinned: bool, reply: _Reply
-    ) -> PinReport | None:
+    def _pin(self, nodes: list[Node], *, pinned: bool, reply: _Reply) -> PinReport | None:
         """Answer now where all is in RAM alone, else when the storage thread says what is there."""
-        entries = [entry for entry in self._cache.known_chain(token_ids, scope) if entry.ram or entry.ssd]
+        cache = self._cache
+        nodes = [node for node in nodes if node.ram or node.ssd]
         if pinned:
-            self._refuse_pin(entries)
-        changed = tuple(entry for entry in entries if pinned or entry.is_pinned)
-        change = _PinChange(pinned, changed, tuple(entry.is_pinned for entry in changed))
-        stored = tuple(entry.hash for entry in change.entries if entry.ssd or entry.is_spilling)
-        if not stored or self._cache.storage is None:
-            self._cache.pin(change.entries, pinned=pinned)
-            return change.report()
-        ticket = self._cache.pin_stored(stored, pinned=pinned)
+            self._refuse_pin(nodes)
+        nodes = [node for node in nodes if pinned or node.is_pinned]
+        changed = [node for node in nodes if node.is_pinned is not pinned]
+        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
+        if not stored or cache.storage is None:
+            cache.pin(nodes, pinned=pinned)
+            return _pin_report(nodes)
+
+        def told(outcome: Names | Failure) -> None:
+            if isinstance(outcome, Failure):
+                if outcome.cause is not Trouble.LOST:
+                    # Nothing may be pinned here that is not on SSD, nor the other way round.
+                    cache.pin(changed, pinned=not pinned)
+                reply(_refusal(outcome))
+                return
+            # What was there when it was pinned may have been found damaged by now.
+            kept = [n for n in nodes if not pinned or n.ram or (n.ssd and n.hash not in outcome)]
+            cache.pin([node for node in nodes if node not in kept], pinned=False)
+            reply(_pin_report(kept) if kept or not pinned else _nothing_to_pin())
+
+        ticket = cache.spills.pin(stored, pinned=pinned)
         if ticket is None:
             raise _storage_busy()
-        self._cache.pin(change.entries, pinned=pinned)
-        self._waits.add(ticket, lambda outcome: reply(self._pins_changed(change, outcome)))
+        cache.pin(nodes, pinned=pinned)
+        self._waits.add(ticket, told)
         return None
 
-    def _refuse_pin(self, entries: list[Entry]) -> None:
+    def _refuse_pin(self, nodes: list[Node]) -> None:
         """Raise what stands against pinning these blocks."""
-        if not entries:
+        if not nodes:
             raise _nothing_to_pin()
-        excess = self._cache.pin_excess(entries)
+        excess = self._cache.quotas.pin_excess(nodes)
         if excess is not None:
             whose = "all tenants" if excess.is_everybodys else "this tenant"
             raise Overloaded(
@@ -272,42 +271,27 @@ class CacheCommands:
                 f"is for {whose}, of which {excess.limit_bytes} may be pinned; unpin others first",
                 retry_after_s=_PINNED_RETRY_S,
             )
-        leaving = self._cache.keep(entries)
+        leaving = self._cache.ram.keep(nodes, None)
         if leaving:
             raise Overloaded(
                 Reason.MEMORY_SHORT,
-                f"{len(leaving)} of {len(entries)} blocks, {sum(e.ram_bytes for e in leaving)} bytes leave a "
+                f"{len(leaving)} of {len(nodes)} blocks, {sum(e.ram_bytes for e in leaving)} bytes leave a "
                 "full RAM tier and are not on SSD yet; try again when they are written",
                 retry_after_s=_BUSY_RETRY_S,
             )
 
-    def _pins_changed(self, change: _PinChange, outcome: Names | Failure) -> PinReport | IcehouseError:
-        if isinstance(outcome, Failure):
-            if outcome.cause is not Trouble.LOST:
-                # Nothing may be pinned here that is not on SSD, nor the other way round.
-                pairs = zip(change.entries, change.were_pinned, strict=True)
-                changed = [entry for entry, was in pairs if was is not change.pinned]
-                self._cache.pin(changed, pinned=not change.pinned)
-            return _refusal(outcome)
-        if not change.pinned:
-            return change.report()
-        # What was there when it was pinned may have been found damaged by now.
-        kept = tuple(e for e in change.entries if e.ram or (e.ssd and e.hash not in outcome))
-        self._cache.pin([entry for entry in change.entries if entry not in kept], pinned=False)
-        return dataclasses.replace(change, entries=kept).report() if kept else _nothing_to_pin()
-
-    def _known(self, command: Evict | ListKnown) -> list[Entry]:
+    def _known(self, command: Evict | ListKnown) -> list[Node]:
         """Return the blocks that a command means, in the order in which they were made or of the prompt."""
         if command.prompt_token_ids is None:
-            return self._cache.blocks()
+            return list(self._cache.tree)
         return self._cache.known_chain(command.prompt_token_ids, command.scope)
 
-    def _evict(self, entries: list[Entry], reply: _Reply) -> EvictReport | None:
+    def _evict(self, nodes: list[Node], reply: _Reply) -> EvictReport | None:
         cache = self._cache
-        in_ram = [entry for entry in entries if entry.ram]
+        in_ram = [node for node in nodes if node.ram]
         # A block on its way to SSD is there before this command is carried out.
-        stored = tuple(entry.hash for entry in entries if entry.ssd or entry.is_spilling)
-        report = EvictReport(len(in_ram), sum(entry.ram_bytes for entry in in_ram))
+        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
+        report = EvictReport(len(in_ram), sum(node.ram_bytes for node in in_ram))
 
         def removed(purged: Purged) -> EvictReport:
             return dataclasses.replace(
@@ -315,11 +299,36 @@ class CacheCommands:
             )
 
         # Nor is one gone that a quota or an order before has made go, until the storage thread gets there.
-        asks_ssd = cache.storage is not None and (bool(stored) or cache.is_removing)
+        asks_ssd = cache.storage is not None and (bool(stored) or cache.spills.removal_count > 0)
         if asks_ssd:
-            self._await(cache.remove_stored(stored), reply, removed)
-        cache.purge(entries, with_ssd=asks_ssd)
+            self._await(cache.spills.remove(stored), reply, removed)
+        cache.purge(nodes, with_ssd=asks_ssd)
         return None if asks_ssd else report
+
+
+def _pin_report(nodes: list[Node]) -> PinReport:
+    return PinReport(
+        block_count=len(nodes),
+        token_count=sum(node.token_count for node in nodes),
+        size_bytes=sum(node.size_bytes for node in nodes),
+    )
+
+
+def _recent(node: Node, *, with_tokens: bool) -> RecentBlock:
+    """Return what an operator is shown of a block: without tokens nothing that they could be read from.
+
+    With them it has the node's own tuple, which nobody changes, so that they cost no copy.
+    """
+    return RecentBlock(
+        hash=node.hash,
+        parent=node.parent,
+        start_token_index=node.start_token_index,
+        token_count=node.token_count,
+        hit_count=node.hit_count,
+        is_in_ram=bool(node.ram),
+        is_on_ssd=bool(node.ssd),
+        token_keys=node.token_ids if with_tokens else None,
+    )
 
 
 def _nothing_to_pin() -> NotFound:

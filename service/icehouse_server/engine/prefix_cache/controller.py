@@ -25,7 +25,7 @@ from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import Evicted, Failure, Inventory, Loaded, Outcome, Ticket, Trouble
 
 _ATTEMPT_LIMIT = 3
-"""Plans tried for one prompt before it is prefilled whatever the index says."""
+"""Plans tried for one prompt before it is prefilled whatever the tree says."""
 
 
 class CacheController:
@@ -45,8 +45,6 @@ class CacheController:
         self.adopt_budget_s = adopt_budget_s
         """Least time of a step for taking loaded blocks into use."""
         self._restores: dict[SequenceId, Restore] = {}
-        self._lent: dict[SequenceId, tuple[BlockHash, ...]] = {}
-        """Blocks whose arrays sequences read where they are, as long as these live."""
         self._ready: list[Sequence] = []
         """Sequences that need wait for SSD no longer, since the last time that somebody looked."""
         self._header_fetches = HeaderFetches(cache, ready=self._ready.append)
@@ -101,7 +99,7 @@ class CacheController:
                 self._waits.settle_inventory()
         elif isinstance(outcome, Evicted):
             for name in outcome.hashes:
-                self.cache.forget_stored(name)
+                self.cache.tree.forget_stored(name)
         else:
             # Nothing more comes from SSD: whoever waits for it plans again without it.
             self.cache.lose_storage()
@@ -156,7 +154,7 @@ class CacheController:
         except StorageError:
             # The blocks do not make a cache: whichever is wrong, none of this chain is used again.
             restore.has_failed = True
-            self.cache.reject(restore.plan.entries)
+            self.cache.reject(restore.plan.nodes)
             self._in_flight.withdraw(sequence)
             return Phase.WAITING
         self._adopted(restore, spent_s=restore.spent_s + self._clock.monotonic() - began_time)
@@ -231,7 +229,7 @@ class CacheController:
             return False
         leader = shared.leader
         if leader.phase is Phase.DECODING:
-            if self.cache.reusable_token_count(sequence) < shared.token_count:
+            if self.cache.reusable(sequence).token_count < shared.token_count:
                 self._cut_tail(leader, leader.prefill_target)
             return False
         self._in_flight.follow(sequence, shared)
@@ -239,23 +237,30 @@ class CacheController:
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
-        self._lent.pop(sequence.sequence_id, None)
+        self.cache.held_by.pop(sequence.sequence_id, None)
         self._in_flight.forget(sequence)
         self._promotions.forget(sequence)
 
     def yield_ram(
         self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True
     ) -> int:
-        """Let go of blocks in RAM that nobody reads; `PrefixCache.yield_ram` says how."""
-        return self.cache.yield_ram(size_bytes, spared={*spared, *self._in_use}, is_urgent=is_urgent)
+        """Let go of blocks in RAM that nobody reads; return the bytes that are free now.
+
+        Urgent, they are dropped; else what the SSD tier takes is free when it is written.
+        """
+        spared = {*spared, *self._in_use}
+        if is_urgent:
+            return self.cache.ram.yield_bytes(size_bytes, spared=spared)
+        return self.cache.ram.yield_by_spilling(size_bytes, spared=spared)
 
     def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
         """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
-        return self.cache.yieldable_bytes(spared={*spared, *self._in_use})
+        return self.cache.ram.yieldable_bytes(spared={*spared, *self._in_use})
 
     def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
         """Return the blocks that a sequence which is yet to begin would start from."""
-        return frozenset(self.cache.reusable(sequence)) if self.cache.may_read(sequence) else frozenset()
+        nodes = self.cache.reusable(sequence).nodes if self.cache.may_read(sequence) else ()
+        return frozenset(node.hash for node in nodes)
 
     @property
     def is_stalled(self) -> bool:
@@ -265,13 +270,13 @@ class CacheController:
     @property
     def leaving_bytes(self) -> int:
         """Bytes of blocks that go from RAM as soon as they are written; 0 while nothing is."""
-        return 0 if self.is_stalled else self.cache.leaving_bytes
+        return 0 if self.is_stalled else self.cache.ram.leaving_bytes
 
     @property
     def _in_use(self) -> set[BlockHash]:
         """Blocks whose arrays live on in a restore or a sequence: letting go of them would free nothing."""
-        restoring = (entry.hash for restore in self._restores.values() for entry in restore.plan.entries)
-        return {*restoring, *(name for names in self._lent.values() for name in names)}
+        restoring = (node.hash for restore in self._restores.values() for node in restore.plan.nodes)
+        return {*restoring, *(name for names in self.cache.held_by.values() for name in names)}
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
@@ -345,10 +350,10 @@ class CacheController:
     def _load_failed(self, restore: Restore, failure: Failure, *, is_waiting: bool) -> None:
         """Plan again: without a block that is damaged, or without SSD where it does not answer or memory is
         short. What there is no memory for is still there, and not tried again at once."""
-        self.cache.note_load_failed()
+        self.cache.counters.promote.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
         if failure.hash is not None and failure.cause is not Damage.MEMORY:
-            self.cache.forget_stored(failure.hash)
+            self.cache.tree.forget_stored(failure.hash)
         if is_waiting:
             self._in_flight.withdraw(restore.sequence)
             restore.has_failed = restore.is_to_plan = True
@@ -363,9 +368,9 @@ class CacheController:
         sequence.loading_room_token_count = 0
         self.cache.start_chain(sequence, plan.token_count)
         if self.cache.facts.lends(plan.token_count):
-            pairs = zip(plan.placed, plan.entries, strict=True)
-            lent = (entry.hash for block, entry in pairs if RegionKind.KV in block.regions)
-            self._lent[sequence.sequence_id] = tuple(lent)
+            pairs = zip(plan.placed, plan.nodes, strict=True)
+            lent = (node.hash for block, node in pairs if RegionKind.KV in block.regions)
+            self.cache.held_by.setdefault(sequence.sequence_id, set()).update(lent)
         if restore.loaded is not None:
             sequence.unkept = [
                 UnkeptBlock(block.header.hash, restore.read.get(block.header.hash, {}))

@@ -1,19 +1,20 @@
 """Divergence: where a prompt parts from a cached one of its own tenant, so that people see what broke it.
 
-Reads the index and changes nothing. Inference thread; what it looks at is bounded, since others decode.
+Reads the prefix tree and changes nothing. Inference thread; what it looks at is bounded, since others decode.
 """
 
 from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from icehouse_server.domain.blocks import token_id_of
+from icehouse_server.domain.blocks import TokenKeys, token_id_of
 from icehouse_server.domain.events import Divergence
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
-from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex, common_prefix
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, common_prefix
+from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 
 _CHILD_LIMIT = 64
 """Blocks below one that are compared; anybody can give a popular prompt thousands of them."""
@@ -27,84 +28,68 @@ _SAMPLE_TOKEN_COUNT = 16
 
 
 def find_divergence(
-    index: BlockIndex,
-    *,
-    root: BlockHash,
-    token_ids: Sequence[int],
-    known: Sequence[Entry],
-    known_token_count: int,
-    is_own: bool,
+    tree: PrefixTree, prompt: Prompt, *, known: Sequence[Node], known_token_count: int
 ) -> Divergence | None:
-    """Return where a prompt parts from a cached one below `root` that it shares more than half with.
+    """Return where a prompt parts from a cached one of its own tenant that it shares more than half with.
 
-    `root` is h0 of the prompt's own tenant, and `known` the blocks of its beginning that are reused. Where
-    some may be another tenant's (`is_own` false), they only lead to those of its own that come behind them:
-    none of their tokens is told, nor where they differ.
+    `known` are the blocks of its beginning that are reused. Where some may be another tenant's, they only
+    lead to those of its own that come behind them: none of their tokens is told, nor where they differ.
     """
-    tokens = tuple(token_ids)
-    covered, parent = _last_block(index, root=root, tokens=tokens, known=known, is_own=is_own)
-    children = [e for e in index.children(parent, limit=_CHILD_LIMIT) if e.token_ids is not None]
-    rest = tokens[covered : covered + index.rules.block_token_count]
-    common = {entry.hash: common_prefix(entry.token_ids or (), rest) for entry in children}
+    keys = prompt.keys
+    covered, parent = _last_block(tree, prompt, known)
+    children = [node for node in tree.children(parent, limit=_CHILD_LIMIT) if node.token_ids is not None]
+    rest = keys[covered : covered + tree.settings.block_token_count]
+    common = {node: common_prefix(node.token_ids or (), rest) for node in children}
     longest = max(common.values(), default=0)
     place = covered + longest
     if place < known_token_count:
         # A block that is none of these goes along farther.
         return None
     # Latest first. One that ends before the prompt does is gone on from, not parted from.
-    parted = [
-        entry
-        for entry in reversed(children)
-        if common[entry.hash] == longest < min(entry.token_count, len(rest)) and entry.token_ids is not None
-    ]
-    for entry in parted[:_CANDIDATE_LIMIT]:
-        if 2 * place > len(tokens) or _shares_most(index, entry, tokens, place=place, offset=longest):
-            assert entry.token_ids is not None
-            return Divergence(place, token_id_of(tokens[place]), token_id_of(entry.token_ids[longest]))
+    parted = [n for n in children if common[n] == longest < min(n.token_count, len(rest))]
+    for node in parted[:_CANDIDATE_LIMIT]:
+        if 2 * place > len(keys) or _shares_most(tree, node, keys, place=place, offset=longest):
+            assert node.token_ids is not None
+            return Divergence(place, token_id_of(keys[place]), token_id_of(node.token_ids[longest]))
     return None
 
 
-def _last_block(
-    index: BlockIndex, *, root: BlockHash, tokens: tuple[int, ...], known: Sequence[Entry], is_own: bool
-) -> tuple[int, BlockHash]:
+def _last_block(tree: PrefixTree, prompt: Prompt, known: Sequence[Node]) -> tuple[int, BlockHash]:
     """Return where the last known full block of the prompt ends, and its name among its tenant's own."""
-    size = index.rules.block_token_count
+    size, keys = tree.settings.block_token_count, prompt.keys
     whole = [
-        entry
-        for entry in known
-        if entry.token_count == size and entry.end_token_index <= len(tokens)
-        if entry.token_ids in (None, tokens[entry.start_token_index : entry.end_token_index])
+        node
+        for node in known
+        if node.token_count == size and node.end_token_index <= len(keys)
+        if node.may_be(keys[node.start_token_index : node.end_token_index])
     ]
-    covered = whole[-1].end_token_index if whole else 0
-    parent = root
-    if whole:
-        parent = whole[-1].hash if is_own else index.chain_names(root, tokens[:covered])[-1]
-    while covered + size <= len(tokens):
-        name = index.name_of(parent=parent, token_ids=tokens[covered : covered + size])
-        if index.get(name) is None:
+    covered, parent = (whole[-1].end_token_index, whole[-1].hash) if whole else (0, prompt.root)
+    if whole and not prompt.is_own:
+        parent = tree.chain_names(prompt.root, keys[:covered])[-1]
+    while covered + size <= len(keys):
+        name = tree.name_of(parent=parent, keys=keys[covered : covered + size])
+        if tree.get(name) is None:
             break
         covered, parent = covered + size, name
     return covered, parent
 
 
-def _shares_most(
-    index: BlockIndex, entry: Entry, tokens: tuple[int, ...], *, place: int, offset: int
-) -> bool:
+def _shares_most(tree: PrefixTree, node: Node, keys: TokenKeys, *, place: int, offset: int) -> bool:
     """Whether more than half of the prompt, all before `place` included, is in the cached one too, by samples
     of what comes behind."""
-    behind = tokens[place : place + _REST_TOKEN_LIMIT]
+    behind = keys[place : place + _REST_TOKEN_LIMIT]
     last = len(behind) - _SAMPLE_TOKEN_COUNT
     if last < _SAMPLE_COUNT:
         return False
-    cached = itertools.islice(_tokens_from(index, entry), offset, offset + _REST_TOKEN_LIMIT)
-    text = array.array("q", map(hash, cached)).tobytes()  # the hash of an id is the id
-    found = 0
-    for number in range(_SAMPLE_COUNT):
-        start = number * last // (_SAMPLE_COUNT - 1)
-        found += _has(
-            text, array.array("q", map(hash, behind[start : start + _SAMPLE_TOKEN_COUNT])).tobytes()
-        )
-    return place + (len(tokens) - place) * found / _SAMPLE_COUNT > len(tokens) / 2
+    cached = itertools.islice(_tokens_from(tree, node), offset, offset + _REST_TOKEN_LIMIT)
+    text = _packed(cached)
+    starts = (number * last // (_SAMPLE_COUNT - 1) for number in range(_SAMPLE_COUNT))
+    found = sum(_has(text, _packed(behind[start : start + _SAMPLE_TOKEN_COUNT])) for start in starts)
+    return place + (len(keys) - place) * found / _SAMPLE_COUNT > len(keys) / 2
+
+
+def _packed(keys: Iterable[int]) -> bytes:
+    return array.array("q", map(hash, keys)).tobytes()  # the hash of an id is the id
 
 
 def _has(text: bytes, sample: bytes) -> bool:
@@ -116,8 +101,8 @@ def _has(text: bytes, sample: bytes) -> bool:
     return position >= 0
 
 
-def _tokens_from(index: BlockIndex, entry: Entry | None) -> Iterator[int]:
+def _tokens_from(tree: PrefixTree, node: Node | None) -> Iterator[int]:
     """Yield the tokens of a block and of those behind it, always the latest known one."""
-    while entry is not None and entry.token_ids is not None:
-        yield from entry.token_ids
-        entry = next(iter(index.children(entry.hash, limit=1)), None)
+    while node is not None and node.token_ids is not None:
+        yield from node.token_ids
+        node = next(iter(tree.children(node.hash, limit=1)), None)

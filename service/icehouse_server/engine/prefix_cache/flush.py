@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable, Sequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 
 _log = logging.getLogger("icehouse.engine")
 
 
 class Flush:
-    """Blocks in RAM on their way to SSD, the last of `entries` first; on no request's account."""
+    """Blocks in RAM on their way to SSD, the last of `nodes` first; on no request's account."""
 
-    def __init__(self, spills: Spills, entries: Sequence[Entry]) -> None:
+    def __init__(self, spills: Spills, nodes: Sequence[Node]) -> None:
         self._spills = spills
-        self._waiting = list(entries)
+        self._waiting = list(nodes)
 
     @property
     def left_count(self) -> int:

@@ -1,6 +1,6 @@
 """Header fetches: token ids of blocks that only the SSD knows whole, so that a prompt may match inside one.
 
-After a restart the index has every block's name but not its tokens. Before a prompt is planned, the
+After a restart the tree has every block's name but not its tokens. Before a prompt is planned, the
 headers of the few blocks that may begin like its rest are read, each once per process. Inference
 thread only.
 """

@@ -19,7 +19,7 @@ from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.prefix_cache.tiers.index import common_prefix
+from icehouse_server.engine.prefix_cache.tiers.matching import common_prefix
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 
 _FOLLOW_LIMIT = 3
@@ -76,8 +76,6 @@ class InFlightPrefixes:
         self._led: dict[BlockHash, _Block] = {}
         self._led_below: dict[BlockHash, dict[BlockHash, _Block]] = {}
         """The same by the block before them, without the tails that are left for others."""
-        self._names: dict[SequenceId, list[BlockHash]] = {}
-        """What each leader led, in order."""
         self._followers: dict[BlockHash, list[Sequence]] = {}
         self._follow_counts: dict[SequenceId, int] = {}
         self._ready: list[Sequence] = []
@@ -90,18 +88,18 @@ class InFlightPrefixes:
         blocks = self._blocks(sequence, root)
         for block in blocks[len(sequence.chain) :] if self._can_share else blocks[-1:]:
             if block.name not in self._led:
-                self._note_led(block)
+                self._led[block.name] = block
                 self._led_below.setdefault(block.parent, {})[block.name] = block
 
     def lead_load(self, sequence: Sequence, names: ReadSequence[BlockHash]) -> None:
         """Note that a sequence has these blocks read from SSD, and brings them to RAM if others follow."""
         for name in names:
             if name not in self._led:
-                self._note_led(_Block(sequence, name, name, 0, 0))
+                self._led[name] = _Block(sequence, name, name, 0, 0)
 
     def has_followers(self, sequence: Sequence) -> bool:
         """Whether anybody waits for what this sequence leads."""
-        return any(self._followers.get(name) for name in self._names.get(sequence.sequence_id, ()))
+        return any(self._followers.get(name) for name in self._led_by(sequence))
 
     def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
         """Return up to which token a prompt is what another sequence computes; None for none, and for one
@@ -125,9 +123,7 @@ class InFlightPrefixes:
 
     def withdraw(self, sequence: Sequence) -> None:
         """The leader computes no further: its followers are ready, with what there is."""
-        names = self._names.pop(sequence.sequence_id, [])
-        # A block it completed may have been let go again, and another one may compute it by now.
-        self.complete([n for n in names if (block := self._led.get(n)) and block.sequence is sequence])
+        self.complete(self._led_by(sequence))
         sequence.capture_points.clear()
 
     def forget(self, sequence: Sequence) -> None:
@@ -144,9 +140,8 @@ class InFlightPrefixes:
         ready, self._ready = self._ready, []
         return ready
 
-    def _note_led(self, block: _Block) -> None:
-        self._led[block.name] = block
-        self._names.setdefault(block.sequence.sequence_id, []).append(block.name)
+    def _led_by(self, sequence: Sequence) -> list[BlockHash]:
+        return [name for name, block in self._led.items() if block.sequence is sequence]
 
     def _forget_below(self, block: _Block) -> None:
         blocks = self._led_below.get(block.parent, {})
@@ -188,7 +183,7 @@ class InFlightPrefixes:
             leader.capture_points.append(point)
         if tail not in self._led:
             # New, or another one has left it before: whoever waits is told when this leader ends too.
-            self._note_led(_Block(leader, led.parent, tail, led.start, point))
+            self._led[tail] = _Block(leader, led.parent, tail, led.start, point)
         return SharedPrefix(leader, tail, point)
 
     def _blocks(self, sequence: Sequence, root: BlockHash) -> list[_Block]:

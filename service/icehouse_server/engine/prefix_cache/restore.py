@@ -16,7 +16,7 @@ from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.planner import PrefixPlan
+from icehouse_server.engine.prefix_cache.planner import Plan
 from icehouse_server.engine.prefix_cache.tiers.ports import (
     CacheFacts,
     CacheRunner,
@@ -34,7 +34,7 @@ class Restore:
 
     sequence: Sequence
     began_time: float
-    plan: PrefixPlan
+    plan: Plan
     facts: CacheFacts
     spent_s: float = 0.0
     """What the inference thread worked on it; between, others have their turns."""
@@ -96,7 +96,7 @@ class Restore:
         place = None if self.target is None else self.target.place(rows)
         return self.plan.to_load, rows if place is None else place
 
-    def plan_again(self, plan: PrefixPlan) -> None:
+    def plan_again(self, plan: Plan) -> None:
         """Begin anew with another plan; what was read for the last one is let go of."""
         self.attempt_count += 1
         self.plan, self.loaded, self.is_begun, self.is_to_plan = plan, None, False, False
@@ -126,9 +126,9 @@ class Restore:
             PlacedBlock(
                 block.start_token_index,
                 block.token_count,
-                {**block.regions, **self.read.get(entry.hash, {})},
+                {**block.regions, **self.read.get(node.hash, {})},
             )
-            for block, entry in zip(self.plan.placed, self.plan.entries, strict=True)
+            for block, node in zip(self.plan.placed, self.plan.nodes, strict=True)
         )
 
 
@@ -178,18 +178,18 @@ class Promotions:
     def copy(self, sequence: Sequence, copy: BlockCopy, *, budget_s: float) -> BlockHash | None:
         """Copy a slice of the sequence's next block; return its name when nothing of it is left to do."""
         block = sequence.unkept[0]
-        entry = self._cache.find(block.hash)
-        if entry is not None:
-            start, stop = entry.start_token_index, entry.end_token_index
+        node = self._cache.tree.get(block.hash)
+        if node is not None:
+            start, stop = node.start_token_index, node.end_token_index
             regions = dict(block.regions)
-            if self._cache.facts.has_kv and RegionKind.KV not in entry.ram:
+            if self._cache.facts.has_kv and RegionKind.KV not in node.ram:
                 if copy.cutting is None:
                     copy.cutting = self._runner.begin_cut(start=start, stop=stop)
                 region = self._runner.continue_cut(sequence.sequence_id, copy.cutting, budget_s=budget_s)
                 if region is None:
                     return None
                 regions[RegionKind.KV] = region
-            self._cache.promote(sequence, entry, regions)
+            self._cache.promote(sequence, node, regions)
         sequence.unkept.pop(0)
         copy.cutting = None
         return block.hash

@@ -201,6 +201,13 @@ def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
     assert tokens[1][:6] == tokens[2][:6] == waited[0][1][:6] == waited[0][2][:6]
 
 
+def test_a_block_of_pages_shares_what_its_row_reads(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    for attention, is_shared in ((Attention.PAGES, True), (Attention.ROWS, False)):
+        runner = runner_of(folder, is_pipelined=True, attention=attention)
+        assert runner.blocks.facts.shares_captures is is_shared
+
+
 def test_a_long_restore_takes_a_step_for_so_many_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

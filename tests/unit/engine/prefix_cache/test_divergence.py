@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.planner import Planner, Rates
-from icehouse_server.engine.prefix_cache.tiers.index import IndexRules
+from icehouse_server.engine.prefix_cache.planner import Rates, plan, with_divergence
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 
-from tests.fixtures.known_blocks import HYBRID, KV_ONLY, ROOT, SIZE, WINDOWS, Shelf, root_of, settings
+from tests.fixtures.known_blocks import HYBRID, KV_ONLY, ROOT, SIZE, WINDOWS, Shelf, root_of
 
 LONG = list(range(100, 100 + 80 * SIZE))
 OTHERS = root_of("others")
 
 
 def report(shelf: Shelf, tokens: list[int], *, shared_root: BlockHash | None = None) -> CacheReport:
-    planner = Planner(settings(), shelf.index, Rates())
-    plan = planner.plan_with_divergence(root=ROOT, token_ids=tokens, with_ssd=True, shared_root=shared_root)
-    return plan.report
+    prompt = Prompt(tuple(tokens), ROOT, shared_root)
+    return with_divergence(shelf.tree, prompt, plan(shelf.tree, prompt, Rates())).report
 
 
 def changed(place: int, *, to: int = 7) -> list[int]:
     return [*LONG[:place], to, *LONG[place + 1 :]]
 
 
-@pytest.mark.parametrize("rules", [KV_ONLY, WINDOWS, HYBRID], ids=["kv", "windows", "hybrid"])
+@pytest.mark.parametrize("facts", [KV_ONLY, WINDOWS, HYBRID], ids=["kv", "windows", "hybrid"])
 @pytest.mark.parametrize("place", [161, 164, 200, len(LONG) - 1])
-def test_the_first_token_that_differs_is_named(rules: IndexRules, place: int) -> None:
-    shelf = Shelf(rules)
+def test_the_first_token_that_differs_is_named(facts: CacheFacts, place: int) -> None:
+    shelf = Shelf(facts)
     shelf.chain(LONG, ram=True)
     found = report(shelf, [*changed(place), 1])
     assert found.divergence == Divergence(place, prompt_token_id=7, cached_token_id=LONG[place])
@@ -81,8 +81,8 @@ def test_the_latest_of_equals_counts() -> None:
 
 def test_blocks_whose_tokens_nobody_has_read_tell_nothing() -> None:
     shelf = Shelf()
-    for entry in shelf.chain(LONG, ssd=True):
-        entry.token_ids = None
+    for node in shelf.chain(LONG, ssd=True):
+        node.token_ids = None
     assert report(shelf, changed(201)).divergence is None
 
 
@@ -100,7 +100,7 @@ def test_another_tenants_prompts_are_not_looked_at() -> None:
 def test_what_is_its_own_behind_a_shared_beginning_is_told() -> None:
     shelf = Shelf()
     beginning = shelf.chain(LONG[:200], ram=True, root=OTHERS)
-    names = shelf.index.chain_names(ROOT, LONG[:200])
+    names = shelf.tree.chain_names(ROOT, LONG[:200])
     assert beginning[-1].hash not in names
     shelf.block(names[-1], 200, LONG[200:204], ram=True, ssd=False)
     found = report(shelf, changed(202), shared_root=OTHERS)
@@ -110,5 +110,5 @@ def test_what_is_its_own_behind_a_shared_beginning_is_told() -> None:
 def test_nothing_is_looked_for_unless_asked() -> None:
     shelf = Shelf()
     shelf.chain(LONG, ram=True)
-    plan = Planner(settings(), shelf.index, Rates()).plan(root=ROOT, token_ids=changed(201), with_ssd=True)
-    assert plan.report.limit is ReuseLimit.DIVERGED and plan.report.divergence is None
+    found = plan(shelf.tree, Prompt(tuple(changed(201)), ROOT), Rates())
+    assert found.report.limit is ReuseLimit.DIVERGED and found.report.divergence is None

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 from icehouse_server.engine.prefix_cache.flush import Flush, flush
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills as RealSpills
 
 from tests.fixtures.engine import FakeClock
@@ -43,7 +43,7 @@ def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
         spills.written()
 
     caplog.set_level("INFO", logger="icehouse.engine")
-    under_way = Flush(cast("RealSpills", spills), cast("list[Entry]", list(range(5))))
+    under_way = Flush(cast("RealSpills", spills), cast("list[Node]", list(range(5))))
     flush(under_way, wait=wait, is_stalled=lambda: False, clock=clock, deadline_time=deadline_time)
     assert clock.now <= deadline_time
     return caplog.records[-1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.engine.prefix_cache.planner import Planner, PrefixPlan, Rates
+from icehouse_server.engine.prefix_cache.planner import Plan, Rates
+from icehouse_server.engine.prefix_cache.planner import plan as plan_for
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
 
 from tests.fixtures.known_blocks import (
     FINGERPRINT,
@@ -17,18 +19,13 @@ from tests.fixtures.known_blocks import (
     WINDOWS,
     Shelf,
     record_of,
-    settings,
 )
 
 LONG = list(range(100, 100 + 5 * SIZE))
 
 
-def planner(shelf: Shelf, *, rates: Rates | None = None, may_recompute: bool = True) -> Planner:
-    return Planner(settings(may_recompute=may_recompute), shelf.index, rates or Rates())
-
-
-def plan(shelf: Shelf, tokens: list[int], *, with_ssd: bool = True, **how) -> PrefixPlan:
-    return planner(shelf, **how).plan(root=ROOT, token_ids=tokens, with_ssd=with_ssd)
+def plan(shelf: Shelf, tokens: list[int], *, with_ssd: bool = True, rates: Rates | None = None) -> Plan:
+    return plan_for(shelf.tree, Prompt(tuple(tokens), ROOT), rates or Rates(), with_ssd=with_ssd)
 
 
 def test_all_from_ram() -> None:
@@ -53,13 +50,13 @@ def test_head_from_ram_and_tail_from_ssd() -> None:
     assert found.origin_token_index == 2 * SIZE
     assert [(b.header.start_token_index, b.token_count) for b in found.to_load] == [(8, 4), (12, 4), (16, 2)]
     assert all(b.regions == {RegionKind.KV} for b in found.to_load)
-    assert planner(shelf).ssd_bytes(found) == 300
+    assert found.ssd_bytes == 300
 
 
 def test_kv_in_ram_after_a_gap_is_read_with_the_rest() -> None:
     shelf = Shelf()
-    entries = shelf.chain(LONG, ram=True, ssd=True)
-    entries[1].ram.clear()
+    nodes = shelf.chain(LONG, ram=True, ssd=True)
+    shelf.tree.drop(nodes[1])
     found = plan(shelf, [*LONG, 1])
     assert [b.header.start_token_index for b in found.to_load] == [4, 8, 12, 16]
     assert RegionKind.KV not in found.placed[2].regions
@@ -67,9 +64,9 @@ def test_kv_in_ram_after_a_gap_is_read_with_the_rest() -> None:
 
 def test_a_window_alone_comes_from_ssd_and_the_buffers_begin_later() -> None:
     shelf = Shelf(WINDOWS)
-    entries = shelf.chain(LONG, ram=True, ssd=True)
-    del entries[3].ram[RegionKind.WINDOW]
-    entries[4].ram.clear()
+    nodes = shelf.chain(LONG, ram=True, ssd=True)
+    shelf.lose(nodes[3], RegionKind.WINDOW)
+    shelf.tree.drop(nodes[4])
     found = plan(shelf, [*LONG, 1])
     assert [(b.header.start_token_index, b.regions) for b in found.to_load] == [
         (12, frozenset({RegionKind.WINDOW})),
@@ -104,9 +101,9 @@ def test_a_state_stands_for_all_before_it() -> None:
 )
 def test_why_not_more(tokens: list[int], limit: ReuseLimit) -> None:
     shelf = Shelf(HYBRID)
-    entries = shelf.chain(LONG, ram=True)
+    nodes = shelf.chain(LONG, ram=True)
     if limit is ReuseLimit.NO_CHECKPOINT:
-        del entries[1].ram[RegionKind.CHECKPOINT]
+        shelf.lose(nodes[1], RegionKind.CHECKPOINT)
         tokens = [*LONG[:8], 7, 7]
     assert plan(shelf, tokens).report.limit is limit
 
@@ -128,7 +125,9 @@ def test_the_faster_way_is_taken(read_bytes_per_s: float, prefill_tokens_per_s: 
     found = plan(shelf, [*LONG, 1], rates=rates)
     assert bool(found.to_load) is loads
     assert (found.report.limit is ReuseLimit.RECOMPUTE_FASTER) is not loads
-    assert plan(shelf, [*LONG, 1], rates=rates, may_recompute=False).to_load
+    always = Shelf(may_recompute=False)
+    always.chain(LONG, ssd=True)
+    assert plan(always, [*LONG, 1], rates=rates).to_load
 
 
 def test_recomputing_keeps_what_ram_has() -> None:
@@ -174,8 +173,8 @@ def test_restoring_is_reading_and_adopting() -> None:
 
 def test_the_header_of_a_block_of_unknown_tokens_is_made_from_the_prompt() -> None:
     shelf, other = Shelf(KV_ONLY), Shelf(KV_ONLY)
-    for entry in other.chain(LONG, ram=True):
-        shelf.index.add_stored(record_of(entry, RegionKind.KV))
+    for node in other.chain(LONG, ram=True):
+        shelf.tree.store(record_of(node, RegionKind.KV))
     found = plan(shelf, [*LONG, 1])
     assert [b.header.token_ids for b in found.to_load] == [
         tuple(LONG[start : start + SIZE]) for start in range(0, len(LONG), SIZE)

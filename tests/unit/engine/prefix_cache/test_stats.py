@@ -94,7 +94,7 @@ def test_loads_count_what_was_promoted_and_what_failed(tmp_path: Path) -> None:
         assert (promote.load_total, promote.failed_load_total) == (1, 0)
         assert (promote.promoted_block_total, promote.promoted_token_total) == (4, 4 * BLOCK)
         assert promote.read_byte_total == 4 * BLOCK_BYTES and promote.queue_count == 0
-        chain = sorted(served.cache._index, key=lambda entry: entry.start_token_index)
+        chain = sorted(served.cache.tree, key=lambda entry: entry.start_token_index)
         (path,) = tmp_path.rglob(f"{chain[1].hash.hex()}.safetensors")
         path.unlink()
         served.ask("bad", long, cache_use=CacheUse.READ_ONLY)

@@ -6,68 +6,58 @@ prompt twenty thousand of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import islice
 
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
+from icehouse_server.engine.prefix_cache.tiers.node import Node
 
 
-class _Siblings:
-    """Two or more blocks below one parent."""
+class _Siblings(dict[BlockHash, Node]):
+    """Two or more blocks below one parent, and how many there are of each token count."""
 
-    __slots__ = ("counts", "entries")
+    __slots__ = ("counts",)
 
-    def __init__(self) -> None:
-        self.entries: dict[BlockHash, Entry] = {}
-        self.counts: dict[int, int] = {}
-        """How many there are of each token count."""
-
-    def add(self, entry: Entry) -> None:
-        self.entries[entry.hash] = entry
-        self.counts[entry.token_count] = self.counts.get(entry.token_count, 0) + 1
-
-    def remove(self, entry: Entry) -> None:
-        del self.entries[entry.hash]
-        self.counts[entry.token_count] -= 1
-        if not self.counts[entry.token_count]:
-            del self.counts[entry.token_count]
+    def __init__(self, first: Node) -> None:
+        super().__init__({first.hash: first})
+        self.counts = Counter((first.token_count,))
 
 
 class Children:
     """Blocks by parent. An only child, as most are, takes no more than its place in the dict."""
 
     def __init__(self) -> None:
-        self._of: dict[BlockHash, Entry | _Siblings] = {}
+        self._of: dict[BlockHash, Node | _Siblings] = {}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, node: Node) -> None:
         """Add a block below its parent, as the latest."""
-        known = self._of.get(entry.parent)
+        known = self._of.get(node.parent)
         if known is None:
-            self._of[entry.parent] = entry
+            self._of[node.parent] = node
             return
-        if isinstance(known, Entry):
-            siblings = _Siblings()
-            siblings.add(known)
-            known = self._of[entry.parent] = siblings
-        known.add(entry)
+        if isinstance(known, Node):
+            known = self._of[node.parent] = _Siblings(known)
+        known[node.hash] = node
+        known.counts[node.token_count] += 1
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, node: Node) -> None:
         """Forget a block that was added."""
-        known = self._of[entry.parent]
+        known = self._of[node.parent]
         if isinstance(known, _Siblings):
-            known.remove(entry)
-            if known.entries:
+            del known[node.hash]
+            known.counts.subtract((node.token_count,))
+            if not known.counts[node.token_count]:
+                del known.counts[node.token_count]
+            if known:
                 return
-        del self._of[entry.parent]
+        del self._of[node.parent]
 
-    def latest(self, parent: BlockHash) -> Iterator[Entry]:
+    def latest(self, parent: BlockHash) -> Iterator[Node]:
         """Yield the blocks below `parent`, the last to come first."""
         known = self._of.get(parent)
         if isinstance(known, _Siblings):
-            yield from reversed(known.entries.values())
-        elif known is not None:
-            yield known
+            return reversed(known.values())
+        return iter(() if known is None else (known,))
 
     def lengths(self, parent: BlockHash) -> Collection[int]:
         """Return the token counts that blocks below `parent` have, each once."""
@@ -75,7 +65,3 @@ class Children:
         if isinstance(known, _Siblings):
             return known.counts.keys()
         return () if known is None else (known.token_count,)
-
-    def of(self, parent: BlockHash, *, limit: int | None = None) -> tuple[Entry, ...]:
-        """Return the blocks below `parent`, the last `limit` of them, oldest first."""
-        return tuple(islice(self.latest(parent), limit))[::-1]

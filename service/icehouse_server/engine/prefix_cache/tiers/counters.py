@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from icehouse_server.domain.cache_stats import LookupStats, PromoteStats, SpillDropCause
+from icehouse_server.domain.cache_stats import (
+    CacheStats,
+    LookupStats,
+    MissTokens,
+    PromoteStats,
+    SpillDropCause,
+    SpillDrops,
+)
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 
 
@@ -31,3 +38,20 @@ class PrefixCounters:
     def note_drop(self, cause: SpillDropCause) -> None:
         """Account for one block that is not sent to SSD."""
         self.drop_totals[cause] += 1
+
+    def joined(self, theirs: CacheStats, *, promote: PromoteStats) -> CacheStats:
+        """Return the SSD tier's statistics with what is counted here.
+
+        A load is asked for and taken into use here, and read there: each number of `promote` is one
+        thread's, 0 with the other.
+        """
+        drops = self.drop_totals.copy()
+        drops.update({drop.cause: drop.block_total for drop in theirs.spill.drops})
+        names = [field.name for field in dataclasses.fields(PromoteStats)]
+        both = {name: getattr(promote, name) + getattr(theirs.promote, name) for name in names}
+        return dataclasses.replace(
+            theirs,
+            lookups=dataclasses.replace(self.lookups, miss_tokens=MissTokens.of(self.miss_token_totals)),
+            spill=dataclasses.replace(theirs.spill, drops=SpillDrops.of(drops)),
+            promote=PromoteStats(**both),
+        )

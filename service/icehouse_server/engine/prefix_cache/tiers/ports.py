@@ -31,6 +31,17 @@ class CacheFacts:
     """For how many tokens kv that is put back has room."""
     least_lent_token_count: int = 0
     """From how many tokens on a sequence that is put back reads kv in RAM where it is; 0 if it never does."""
+    shares_captures: bool = False
+    """Whether a block that is cut of a sequence holds what that one reads, and no copy of it."""
+
+    def needed_kinds(self, *, end_token_index: int, token_count: int) -> tuple[RegionKind, ...]:
+        """Return the regions of a block with this end that a restore to `token_count` tokens reads."""
+        kinds = [RegionKind.KV] if self.has_kv else []
+        if self.window_token_count and end_token_index > token_count - self.window_token_count:
+            kinds.append(RegionKind.WINDOW)
+        if self.needs_checkpoint and end_token_index == token_count:
+            kinds.append(RegionKind.CHECKPOINT)
+        return tuple(kinds)
 
     def lends(self, token_count: int) -> bool:
         """Whether a sequence that is put back with so many tokens keeps its blocks in RAM alive."""

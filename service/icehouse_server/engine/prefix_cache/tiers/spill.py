@@ -1,7 +1,7 @@
 """Spills: which block may leave RAM for SSD, credit before anything is copied, what is under way.
 
 Inference thread only. Accepted here means copied to host memory and then handed over, at once or in a later
-step; the row is the commit. What is under way is said by the entries themselves (`Entry.spill`).
+step; the row is the commit. What is under way is said by the nodes themselves (`Node.spill`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from icehouse_server.domain.blocks import HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
-from icehouse_server.engine.prefix_cache.tiers.entry import Entry
 from icehouse_server.engine.prefix_cache.tiers.host_copies import HostCopies
-from icehouse_server.engine.prefix_cache.tiers.index import BlockIndex
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner, HostCopy, TierWaits
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner, HostCopy, TierWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket
 
 _SHORT_CHILD_LIMIT = 64
@@ -30,28 +29,25 @@ class Spills:
 
     def __init__(
         self,
-        settings: PrefixSettings,
+        tree: PrefixTree,
         *,
-        facts: CacheFacts,
-        index: BlockIndex,
         quotas: TenantQuotas,
         counters: PrefixCounters,
         runner: CacheRunner,
         waits: TierWaits,
-        ended: Callable[[Entry, Persisted | Failure], object],
+        ended: Callable[[Node, Persisted | Failure], object],
     ) -> None:
         """`ended` is told of a block that was sent, when it is written or was dropped on its way."""
         self._waits = waits
         self._ended = ended
-        self._settings = settings
-        self._facts = facts
-        self._index = index
+        self._tree = tree
+        self._settings = tree.settings
         self._quotas = quotas
         self._counters = counters
         self._copies = HostCopies(runner)
         self._copying_bytes = 0
         """What blocks that are being copied will take of the write queue."""
-        self.when_handed_over: Callable[[Entry], None] = lambda entry: None
+        self.when_handed_over: Callable[[Node], None] = lambda node: None
         """Called when the storage thread has the bytes of a block."""
         self._removals: dict[Ticket[Purged], Names] = {}
 
@@ -67,7 +63,7 @@ class Spills:
     @property
     def under_way_count(self) -> int:
         """Blocks that are copied, or with the storage thread, and not yet written or dropped."""
-        return len(self._index.spilling)
+        return len(self._tree.spilling)
 
     @property
     def removal_count(self) -> int:
@@ -106,13 +102,13 @@ class Spills:
         self._copies.finish(blocks)
         return self.storage.pin(blocks, pinned=pinned)
 
-    def wants(self, entry: Entry) -> bool:
+    def wants(self, node: Node) -> bool:
         """Whether this block may go to SSD and is not there yet."""
-        return self._is_due(entry) and not self._is_short(entry)
+        return self._is_due(node) and not self._is_short(node)
 
-    def has_credit(self, entry: Entry) -> bool:
+    def has_credit(self, node: Node) -> bool:
         """Whether the write queue takes this block now."""
-        size_bytes = entry.ram_bytes + OVERHEAD_BYTES
+        size_bytes = node.ram_bytes + OVERHEAD_BYTES
         return self.storage is not None and self._copying_bytes + size_bytes <= self.storage.room_bytes
 
     @property
@@ -120,77 +116,72 @@ class Spills:
         """Whether blocks that are used again go to SSD before RAM needs their space."""
         return self._settings.spill_policy == "write_behind"
 
-    def touch(self, entries: Sequence[Entry]) -> None:
+    def touch(self, nodes: Sequence[Node]) -> None:
         """Note on SSD that a chain was used."""
-        stored = tuple(entry.hash for entry in reversed(entries) if entry.ssd)
+        stored = tuple(node.hash for node in reversed(nodes) if node.ssd)
         if stored and self.storage is not None:
             self.storage.touch(stored)
 
-    def offer(
-        self, entry: Entry, *, spared: Collection[BlockHash] = (), request_id: RequestId | None
-    ) -> None:
+    def offer(self, node: Node, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> None:
         """Send a block before RAM needs its space; where the write queue is full there is time yet."""
-        if self.wants(entry) and self.has_credit(entry):
-            self.send(entry, spared=spared, request_id=request_id)
+        if self.wants(node) and self.has_credit(node):
+            self.send(node, spared=spared, request_id=request_id)
 
-    def send(self, entry: Entry, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> bool:
+    def send(self, node: Node, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> bool:
         """Send a block if it may go and is not there yet; False when it was not sent.
 
         `spared` are not removed from SSD for it, where its owner's quota is full.
         """
-        if not self._is_due(entry):
+        if not self._is_due(node):
             return False
-        if self._is_short(entry):
+        if self._is_short(node):
             self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
             return False
-        if self.storage is None or not self.has_credit(entry):
+        if self.storage is None or not self.has_credit(node):
             self._counters.note_drop(SpillDropCause.NO_CREDIT)
             return False
-        size_bytes = entry.ram_bytes + OVERHEAD_BYTES
-        if not self._fits_quota(entry, size_bytes, spared):
+        size_bytes = node.ram_bytes + OVERHEAD_BYTES
+        if not self._fits_quota(node, size_bytes, spared):
             self._counters.note_drop(SpillDropCause.TENANT_SHARE)
             return False
-        header = entry.header(self._settings.fingerprint, self._settings.block_token_count)
-        regions = [entry.ram[kind] for kind in sorted(entry.ram, key=list(RegionKind).index)]
-        self._index.begin_spill(entry, size_bytes=size_bytes)
+        assert node.token_ids is not None, node.hash.hex()
+        header = self._tree.header_of(node, node.token_ids)
+        regions = [node.ram[kind] for kind in sorted(node.ram, key=list(RegionKind).index)]
+        self._tree.begin_spill(node, size_bytes=size_bytes)
         self._copying_bytes += size_bytes
 
         def hand_over(copy: HostCopy) -> None:
-            assert self.storage is not None and entry.spill is not None
+            assert self.storage is not None and node.spill is not None
             self._copying_bytes -= size_bytes
             block = HostBlock(header, copy.take())
-            ticket = self.storage.put(block, pinned=entry.is_pinned, request_id=request_id)
-            self._waits.add(ticket, partial(self._ended, entry))
-            entry.spill.is_copied = copy.is_apart
-            self.when_handed_over(entry)
+            ticket = self.storage.put(block, pinned=node.is_pinned, request_id=request_id)
+            self._waits.add(ticket, partial(self._ended, node))
+            node.spill.is_copied = copy.is_apart
+            self.when_handed_over(node)
 
-        self._copies.begin(entry.hash, regions, hand_over)
+        self._copies.begin(node.hash, regions, hand_over)
         return True
 
-    def _fits_quota(self, entry: Entry, size_bytes: int, spared: Collection[BlockHash]) -> bool:
+    def _fits_quota(self, node: Node, size_bytes: int, spared: Collection[BlockHash]) -> bool:
         """Remove older blocks of the same owner from SSD where its quota asks for it."""
-        victims = self._quotas.ssd_victims(entry, size_bytes, spared={*spared, entry.hash})
-        if not victims:
-            return victims is not None
-        if self.remove(tuple(victim.hash for victim in victims)) is None:
+        victims = self._quotas.ssd_victims(node, size_bytes, spared=spared)
+        if victims is None or (victims and self.remove(tuple(victim.hash for victim in victims)) is None):
             return False
         for victim in victims:
-            self._quotas.note_stored(victim, before_bytes=victim.ssd_bytes, after_bytes=0)
-            self._index.forget_stored(victim.hash)
+            self._tree.forget_stored(victim.hash)
         return True
 
-    def _is_due(self, entry: Entry) -> bool:
-        is_whole = not self._facts.has_kv or RegionKind.KV in entry.ram
+    def _is_due(self, node: Node) -> bool:
+        is_whole = not self._tree.facts.has_kv or RegionKind.KV in node.ram
         # A block on SSD goes again when RAM has all of it and more: a checkpoint that was taken later.
-        kept = {kind for kind, region in entry.ram.items() if region.size_bytes}
-        return self.is_on and is_whole and not entry.is_spilling and kept > entry.ssd.keys()
+        return self.is_on and is_whole and not node.is_spilling and node.ram_sizes.keys() > node.ssd.keys()
 
-    def _is_short(self, entry: Entry) -> bool:
+    def _is_short(self, node: Node) -> bool:
         """A prefix below the minimum stays out, unless a longer one needs it."""
         wanted = self._settings.min_prefix_token_count
-        if entry.end_token_index >= wanted or self._index.reach(entry) >= wanted:
+        if node.end_token_index >= wanted or self._tree.reach(node) >= wanted:
             return False
         # Only a full block has others behind it; of a crowd that is short itself, the latest speak for all.
         full = self._settings.block_token_count
-        children = self._index.children(entry.hash, limit=_SHORT_CHILD_LIMIT)
+        children = self._tree.children(node.hash, limit=_SHORT_CHILD_LIMIT)
         return all(self._is_short(child) for child in children if child.token_count == full)

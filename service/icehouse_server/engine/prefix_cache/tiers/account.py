@@ -1,0 +1,133 @@
+"""Account of one tier: the bytes of its blocks by owner, and the order in which they may go.
+
+Inference thread only.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Callable, Collection, Iterator
+from itertools import count
+from operator import itemgetter
+
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.prefix_cache.tiers.node import Node
+
+Owner = BlockHash | None
+_Order = collections.OrderedDict[Node, int]
+
+
+class TierAccount:
+    """Kept by the tree: it takes a node out before anything that counts here changes, and puts it back.
+
+    A chain is touched from its end to its beginning, so that tails of chains go before heads without a walk
+    over the tree. Pinned blocks are in no order: whoever looks for victims does not pass them each time.
+    """
+
+    def __init__(
+        self, size_of: Callable[[Node], int], *, block_token_count: int, has_order: bool, by_owner: bool
+    ) -> None:
+        """`has_order` where victims of all are asked for, `by_owner` where those of one owner are."""
+        self._size_of = size_of
+        self._block_token_count = block_token_count
+        self._order: _Order | None = collections.OrderedDict() if has_order else None
+        """Each node with a number that is larger the later it was used."""
+        self._orders: dict[Owner, _Order] | None = {} if by_owner else None
+        """The same by the root that owns them."""
+        self._numbers = count(1)
+        self.used_bytes = 0
+        self.block_count = 0
+        self.tail_count = 0
+        self.token_count = 0
+        self.used_by: collections.Counter[Owner] = collections.Counter()
+        """Bytes by the root that owns them."""
+        self.pinned_by: collections.Counter[Owner] = collections.Counter()
+        """Of these, the bytes of pinned blocks."""
+
+    def add(self, node: Node, *, is_oldest: bool = False) -> None:
+        """Count a node that is here; it is the most recently used one, or with `is_oldest` the least."""
+        self._count(node, 1)
+        if node.is_pinned:
+            return
+        if self._orders is not None and node.owner not in self._orders:
+            self._orders[node.owner] = collections.OrderedDict()
+        number = next(self._numbers)
+        for order in self._orders_of(node):
+            order[node] = -number if is_oldest else number
+            if is_oldest:
+                order.move_to_end(node, last=False)
+
+    def remove(self, node: Node) -> None:
+        """Count a node no longer."""
+        self._count(node, -1)
+        for order in self._orders_of(node):
+            order.pop(node, None)
+            if not order and self._orders is not None and order is not self._order:
+                del self._orders[node.owner]
+
+    def touch(self, node: Node) -> None:
+        """Note that a node was used; nothing where it is in no order."""
+        for order in self._orders_of(node):
+            if node in order:
+                order[node] = next(self._numbers)
+                order.move_to_end(node)
+
+    def victims(
+        self, needed_bytes: float, *, may_go: Callable[[Node], bool], owners: Collection[Owner] | None = None
+    ) -> list[Node] | None:
+        """Return who goes, of these owners or of all, so that so many bytes are free; None when even all that
+        `may_go` would not do."""
+        chosen = []
+        for node in self.oldest(owners):
+            if needed_bytes <= 0:
+                break
+            if may_go(node):
+                chosen.append(node)
+                needed_bytes -= self._size_of(node)
+        return chosen if needed_bytes <= 0 else None
+
+    def oldest(self, owners: Collection[Owner] | None = None) -> Iterator[Node]:
+        """Yield what may go, of these owners or of all, least recently used first."""
+        if owners is None:
+            return iter(self._order or ())
+        orders = [self._orders[owner].items() for owner in owners if self._orders and owner in self._orders]
+        return (node for node, _ in heapq.merge(*orders, key=itemgetter(1)))
+
+    def latest(self) -> Iterator[Node]:
+        """Yield what may go, most recently used first."""
+        return reversed(self._order or {})
+
+    def check(self, nodes: Collection[Node]) -> None:
+        """Assert that this is the account of these nodes."""
+        used_by: collections.Counter[Owner] = collections.Counter()
+        pinned_by: collections.Counter[Owner] = collections.Counter()
+        for node in nodes:
+            used_by[node.owner] += self._size_of(node)
+            pinned_by[node.owner] += node.is_pinned * self._size_of(node)
+        assert (+used_by, +pinned_by) == (self.used_by, self.pinned_by), (used_by, self.used_by)
+        assert (self.used_bytes, self.block_count) == (used_by.total(), len(nodes))
+        assert self.token_count == sum(node.token_count for node in nodes)
+        assert self.tail_count == sum(node.token_count < self._block_token_count for node in nodes)
+        may_go = {node for node in nodes if not node.is_pinned}
+        assert self._order is None or self._order.keys() == may_go, "the order is of other nodes"
+        owned = list((self._orders or {}).items())
+        assert self._orders is None or {node for _, order in owned for node in order} == may_go
+        assert all(node.owner == owner for owner, order in owned for node in order)
+        orders = [order for _, order in owned] + ([self._order] if self._order else [])
+        assert all(list(order.values()) == sorted(order.values()) for order in orders)
+
+    def _orders_of(self, node: Node) -> list[_Order]:
+        own = None if self._orders is None else self._orders.get(node.owner)
+        return [order for order in (self._order, own) if order is not None]
+
+    def _count(self, node: Node, sign: int) -> None:
+        size_bytes = sign * self._size_of(node)
+        self.used_bytes += size_bytes
+        self.block_count += sign
+        self.tail_count += sign * (node.token_count < self._block_token_count)
+        self.token_count += sign * node.token_count
+        for account in (self.used_by, self.pinned_by) if node.is_pinned else (self.used_by,):
+            account[node.owner] += size_bytes
+            if not account[node.owner]:
+                del account[node.owner]

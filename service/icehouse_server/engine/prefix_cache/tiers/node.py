@@ -1,0 +1,97 @@
+"""Node: one known block, in whichever tier. Inference thread only, pure data, no mlx."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.block_log import Came, KvTier
+
+NO_REGIONS: Final[Mapping[RegionKind, Region]] = {}
+NO_SIZES: Final[Mapping[RegionKind, int]] = {}
+
+
+@dataclasses.dataclass(slots=True)
+class Spilling:
+    """A block's way to SSD, from its hand-over to the storage thread until it is written or dropped."""
+
+    size_bytes: int
+    """What it will take of its owner's quota there."""
+    leaves_ram: bool = False
+    """Whether its RAM copy goes when it is written: others need the space."""
+    is_copied: bool = False
+    """Whether it is written from memory of its own, so that its RAM copy may go before."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """One block of the prefix tree. The first four fields are facts and never change; what a tier holds,
+    pins, owner and the way to SSD are written by `PrefixTree` alone.
+
+    A region is opaque, and its bytes may be another block's too: two tails that share a page both hold it.
+    """
+
+    hash: BlockHash
+    parent: BlockHash
+    start_token_index: int
+    token_count: int
+    token_ids: TokenKeys | None = None
+    """Token keys; None for a block on SSD that this process never saw whole."""
+    ram: Mapping[RegionKind, Region] = dataclasses.field(default_factory=lambda: NO_REGIONS)
+    ram_sizes: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
+    """Bytes of each region in RAM that has any, asked once: when it came."""
+    ssd: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
+    """Bytes of each region on SSD; empty when the block is not committed there."""
+    ssd_bytes: int = 0
+    """Of its file."""
+    spill: Spilling | None = None
+    is_pinned: bool = False
+    hit_count: int = 0
+    last_used_time: float = 0.0
+    owner: BlockHash | None = None
+    """The root that its chain begins below; None when a block between is not known."""
+
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.ram_sizes.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its regions in RAM, or where it is on SSD alone there."""
+        return self.ram_bytes or sum(self.ssd.values())
+
+    @property
+    def is_spilling(self) -> bool:
+        """Whether it is on its way to SSD."""
+        return self.spill is not None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is on its way to SSD and leaves RAM there."""
+        return self.spill is not None and self.spill.leaves_ram
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether SSD has all that RAM has of it, so that only time is lost with the RAM copy."""
+        return self.spill is None and self.ram_sizes.keys() <= self.ssd.keys()
+
+    def has(self, kind: RegionKind, *, with_ssd: bool) -> bool:
+        """Whether this region can be had from RAM, or with `with_ssd` from either tier."""
+        return kind in self.ram or (with_ssd and kind in self.ssd)
+
+    def may_be(self, keys: TokenKeys) -> bool:
+        """Whether its tokens are these, as far as they are known."""
+        return self.token_ids is None or self.token_ids == keys
+
+    def came_to(self, tier: KvTier) -> Came:
+        """Return what the block log says of it."""
+        return Came(
+            tier, self.hash, self.parent, self.start_token_index == 0, self.token_count, self.token_ids
+        )

@@ -1,0 +1,361 @@
+"""Prefix tree: the one index in memory of which blocks are known, where each is, and in which order they go.
+
+Inference thread only, pure data, no mlx. The chained hash makes a flat dict the tree: a node's name is made
+of its parent's and the tokens that come next. RAM and SSD are two facts of one node, so that a short RAM hit
+never hides a longer SSD hit. What changes here is written to the block log here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from operator import attrgetter
+
+from icehouse_server.domain.blocks import (
+    BlockHeader,
+    Region,
+    RegionKind,
+    TokenKeys,
+    join_keys,
+    prefix_key_hashes,
+    split_keys,
+)
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left, ListingEnded
+from icehouse_server.engine.core.block_names import BlockNames
+from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
+from icehouse_server.engine.prefix_cache.tiers.children import Children
+from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Spilling
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.storage.api import StoredBlock
+
+_SIZES_LIMIT = 4096
+"""Different sizes of regions on SSD that are shared by the blocks that have them."""
+
+
+class PrefixTree:
+    """All blocks of the served fingerprint that a tier has, or that are on their way to one."""
+
+    def __init__(
+        self,
+        settings: PrefixSettings,
+        facts: CacheFacts,
+        log: BlockLog,
+        *,
+        names: BlockNames | None = None,
+    ) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.log = log
+        self._names = BlockNames(settings.name_secret) if names is None else names
+        self._nodes: dict[BlockHash, Node] = {}
+        self._children = Children()
+        self._pinned: dict[BlockHash, Node] = {}
+        self._spilling: dict[BlockHash, Node] = {}
+        self._sizes: dict[tuple[int, int, int], Mapping[RegionKind, int]] = {}
+        size, quotas = settings.block_token_count, settings.quotas
+        self.ram = TierAccount(
+            attrgetter("ram_bytes"), block_token_count=size, has_order=True, by_owner=bool(quotas.ram_bytes)
+        )
+        # Which block goes first of all on SSD, the SSD tier knows itself.
+        self.ssd = TierAccount(
+            attrgetter("ssd_bytes"), block_token_count=size, has_order=False, by_owner=bool(quotas.ssd_bytes)
+        )
+
+    # What is known.
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        """Yield all nodes in the order in which they became known."""
+        return iter(self._nodes.values())
+
+    def get(self, block: BlockHash) -> Node | None:
+        """Return the node of this name."""
+        return self._nodes.get(block)
+
+    def recent(self, limit: int) -> list[Node]:
+        """Return at most so many: pinned ones in RAM, those used last there, then the latest to be known."""
+        in_ram = islice(chain(self.pinned_in_ram, self.ram.latest()), limit)
+        return list(dict.fromkeys((*in_ram, *islice(reversed(self._nodes.values()), limit))))[:limit]
+
+    def in_ram(self) -> Iterator[Node]:
+        """Yield what RAM holds: least recently used first, pinned ones behind them."""
+        return chain(self.ram.oldest(), self.pinned_in_ram)
+
+    @property
+    def pinned_in_ram(self) -> list[Node]:
+        """The pinned nodes that RAM holds."""
+        return [node for node in self._pinned.values() if node.ram]
+
+    @property
+    def spilling(self) -> Collection[Node]:
+        """The nodes on their way to SSD, as many as the write queue takes, in the order they were sent."""
+        return self._spilling.values()
+
+    def name_of(self, *, parent: BlockHash, keys: Sequence[int]) -> BlockHash:
+        """Return the name that a block with these tokens below `parent` has here, known or not."""
+        return self._names.of(parent, tuple(keys))
+
+    def chain_names(self, root: BlockHash, keys: Sequence[int]) -> list[BlockHash]:
+        """Return the names that the full blocks of these tokens have here, in order."""
+        size = self.settings.block_token_count
+        names: list[BlockHash] = []
+        for start in range(0, len(keys) - size + 1, size):
+            names.append(self.name_of(parent=names[-1] if names else root, keys=keys[start : start + size]))
+        return names
+
+    def header_of(self, node: Node, keys: TokenKeys) -> BlockHeader:
+        """Return a block's facts as its file has them; `keys` are its tokens."""
+        assert node.token_ids == keys or self.name_of(parent=node.parent, keys=keys) == node.hash
+        token_ids, extra = split_keys(keys)
+        return BlockHeader(
+            hash=node.hash,
+            parent=node.parent,
+            fingerprint=self.settings.fingerprint,
+            start_token_index=node.start_token_index,
+            token_ids=token_ids,
+            block_token_limit=self.settings.block_token_count,
+            extra=extra,
+        )
+
+    def children(self, parent: BlockHash, *, limit: int | None = None) -> list[Node]:
+        """Return the nodes that follow `parent`, the latest first, at most `limit`."""
+        return list(islice(self._children.latest(parent), limit))
+
+    def reach(self, node: Node) -> int:
+        """Return where the longest known block that follows this one ends; its own end when none does."""
+        return node.end_token_index + max(self._children.lengths(node.hash), default=0)
+
+    def ancestors(self, node: Node) -> Iterator[Node]:
+        """Yield the nodes before this one, as far as they are known, the nearest first."""
+        above = self._nodes.get(node.parent)
+        while above is not None:
+            yield above
+            above = self._nodes.get(above.parent)
+
+    def beginnings(self, parent: BlockHash, keys: TokenKeys, *, limit: int) -> Iterator[Node]:
+        """Yield the nodes below `parent` that are the first of these tokens, at most `limit` of them: one
+        look for each length that there is."""
+        lengths = [n for n in self._children.lengths(parent) if n <= limit]
+        secret = self.settings.name_secret
+        names = prefix_key_hashes(parent=parent, keys=keys, lengths=lengths, secret=secret)
+        for name, length in zip(names, lengths, strict=True):
+            node = self._nodes.get(name)
+            if node is not None and node.may_be(keys[:length]):
+                yield node
+
+    def superseded(self, node: Node) -> list[Node]:
+        """Return the shorter blocks with the same beginning that nobody pinned: this one stands for them."""
+        if node.token_ids is None or not self.facts.cuttable_inside:
+            return []
+        return [
+            other
+            for other in self.beginnings(node.parent, node.token_ids, limit=node.token_count - 1)
+            if not other.is_pinned and all(node.has(kind, with_ssd=True) for kind in (*other.ram, *other.ssd))
+        ]
+
+    # What becomes known, and what is forgotten.
+
+    def insert(self, *, parent: BlockHash, start_token_index: int, keys: TokenKeys) -> Node:
+        """Return the node of these tokens below `parent`, made if it was not known; `prune` it if it stays
+        empty."""
+        name = self.name_of(parent=parent, keys=keys)
+        node = self._nodes.get(name)
+        if node is None:
+            node = self._add(Node(name, parent, start_token_index, len(keys)))
+        self.learn_keys(node, keys)
+        assert node.token_ids == keys, f"two blocks share the hash {name.hex()}"
+        return node
+
+    def learn_keys(self, node: Node, keys: TokenKeys) -> None:
+        """Note the tokens of a block where they are not known; those of one on SSD are news to the log."""
+        if node.token_ids is None:
+            node.token_ids = keys
+            if node.ssd:
+                self._note_came(KvTier.SSD, node)
+
+    def learn_header(self, header: BlockHeader) -> None:
+        """Note the tokens that a block's file tells, as long as they are of a form that is written here."""
+        node = self._nodes.get(header.hash)
+        # Of another version is one whose tokens cannot be made out: it is found by its name alone.
+        with contextlib.suppress(ValueError):
+            if node is not None:
+                self.learn_keys(node, join_keys(header.token_ids, header.extra))
+
+    def prune(self, node: Node) -> None:
+        """Forget a node that is in neither tier, nor on its way to one."""
+        is_empty = not (node.ram or node.ssd or node.spill)
+        if is_empty and self._nodes.get(node.hash) is node:
+            del self._nodes[node.hash]
+            self._pinned.pop(node.hash, None)
+            self._children.remove(node)
+
+    # RAM.
+
+    def hold(self, node: Node, regions: Mapping[RegionKind, Region], sizes: Mapping[RegionKind, int]) -> None:
+        """Have RAM hold regions of a block, of so many bytes; the caller has made space."""
+        if not regions:
+            return
+        is_new = not node.ram
+        if not is_new:
+            self.ram.remove(node)
+        node.ram = {**node.ram, **regions}
+        node.ram_sizes = {**node.ram_sizes, **{kind: size for kind, size in sizes.items() if size}}
+        self.ram.add(node)
+        if is_new:
+            self._note_came(KvTier.RAM, node)
+
+    def drop(self, node: Node) -> bool:
+        """Let go of a block's regions in RAM; False when it had none."""
+        if not node.ram:
+            return False
+        self.ram.remove(node)
+        node.ram, node.ram_sizes = NO_REGIONS, NO_SIZES
+        self._note_left(KvTier.RAM, node)
+        self.prune(node)
+        return True
+
+    # SSD.
+
+    def store(self, record: StoredBlock) -> Node:
+        """Note that a block is committed on SSD."""
+        node = self._nodes.get(record.hash)
+        if node is None:
+            node = Node(record.hash, record.parent, record.start_token_index, record.token_count)
+            node.hit_count, node.is_pinned = record.hit_count, record.pinned
+            self._add(node)
+        is_new = not node.ssd
+        if not is_new:
+            self.ssd.remove(node)
+        node.ssd, node.ssd_bytes = self._sizes_of(record), record.file_bytes
+        # What nobody has used since the start is older than all that somebody has.
+        self.ssd.add(node, is_oldest=not node.last_used_time)
+        if is_new:
+            self._note_came(KvTier.SSD, node)
+        return node
+
+    def forget_stored(self, block: BlockHash) -> None:
+        """Note that a block is gone from SSD."""
+        node = self._nodes.get(block)
+        if node is not None and node.ssd:
+            self.ssd.remove(node)
+            node.ssd, node.ssd_bytes = NO_SIZES, 0
+            self._note_left(KvTier.SSD, node)
+            self.prune(node)
+
+    def begin_spill(self, node: Node, *, size_bytes: int) -> None:
+        """Note that a block was handed over to be written; it stays known until `end_spill`."""
+        assert node.spill is None, f"{node.hash.hex()} is on its way to SSD already"
+        node.spill = Spilling(size_bytes)
+        self._spilling[node.hash] = node
+
+    def end_spill(self, node: Node) -> Spilling | None:
+        """Note that a block was written or dropped; return what was known of its way."""
+        spill, node.spill = node.spill, None
+        self._spilling.pop(node.hash, None)
+        self.prune(node)
+        return spill
+
+    # Use, pins and owners.
+
+    def touch(self, nodes: Sequence[Node], *, now: float) -> None:
+        """Note that a chain was used, its first block last."""
+        for node in reversed(nodes):
+            node.last_used_time = now
+            for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)):
+                if is_there:
+                    tier.touch(node)
+
+    def set_pinned(self, node: Node, *, pinned: bool) -> None:
+        """Pin a block, or have it go again; then it is the most recently used one."""
+        if node.is_pinned is not pinned and self._nodes.get(node.hash) is node:
+            with self._recounted(node):
+                node.is_pinned = pinned
+            if pinned:
+                self._pinned[node.hash] = node
+            else:
+                self._pinned.pop(node.hash, None)
+
+    def claim(self, nodes: Iterable[Node], owner: BlockHash) -> None:
+        """Give blocks of an unknown owner to the root below which they were just used."""
+        for node in nodes:
+            if node.owner is None:
+                with self._recounted(node):
+                    node.owner = owner
+
+    def listing(self, *, slice_count: int) -> Iterator[int]:
+        """Turn the log on and tell every known block there, with each step a slice; yield how many are left.
+
+        They are told as they are by then, since what changes after the beginning is told anyhow.
+        """
+        left = list(self._nodes.values())
+        self.log.begin()
+        while left and self.log.is_on:
+            for _ in range(min(slice_count, len(left))):
+                node = left.pop()
+                for tier, is_there in ((KvTier.RAM, node.ram), (KvTier.SSD, node.ssd)):
+                    if is_there and self._nodes.get(node.hash) is node:
+                        self._note_came(tier, node)
+            if left:
+                yield len(left)
+        if self.log.is_on:
+            self.log.note(ListingEnded())
+
+    def check(self) -> None:
+        """Assert that all that is kept of the nodes is what they say themselves."""
+        nodes = list(self._nodes.values())
+        assert all(self._nodes[node.hash] is node for node in nodes)
+        assert all(node.ram or node.ssd or node.spill for node in nodes), "an empty node is known"
+        assert set(self._spilling.values()) == {node for node in nodes if node.spill}
+        assert set(self._pinned.values()) == {node for node in nodes if node.is_pinned}
+        in_ram, on_ssd = [n for n in nodes if n.ram], [n for n in nodes if n.ssd]
+        self.ram.check(in_ram)
+        self.ssd.check(on_ssd)
+        assert all(node.ram_sizes.keys() <= node.ram.keys() for node in nodes)
+        families = Counter(node.parent for node in nodes)
+        for parent in families:
+            children = self.children(parent)
+            assert len(children) == families[parent] and all(child.parent == parent for child in children)
+            assert set(self._children.lengths(parent)) == {child.token_count for child in children}
+
+    def _add(self, node: Node) -> Node:
+        above = self._nodes.get(node.parent)
+        owner_above = None if above is None else above.owner
+        node.owner = owner_above if node.start_token_index else node.parent
+        self._nodes[node.hash] = node
+        self._children.add(node)
+        if node.is_pinned:
+            self._pinned[node.hash] = node
+        return node
+
+    @contextlib.contextmanager
+    def _recounted(self, node: Node) -> Iterator[None]:
+        """Count a node anew, in the tiers where it is, when this ends."""
+        tiers = [tier for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)) if is_there]
+        for tier in tiers:
+            tier.remove(node)
+        yield
+        for tier in tiers:
+            tier.add(node)
+
+    def _sizes_of(self, record: StoredBlock) -> Mapping[RegionKind, int]:
+        """Return one mapping for all blocks of the same sizes: a third of what each would take."""
+        sizes = (record.kv_bytes, record.window_bytes, record.checkpoint_bytes)
+        if sizes not in self._sizes:
+            if len(self._sizes) >= _SIZES_LIMIT:
+                self._sizes.clear()
+            self._sizes[sizes] = {kind: size for kind, size in zip(RegionKind, sizes, strict=True) if size}
+        return self._sizes[sizes]
+
+    def _note_came(self, tier: KvTier, node: Node) -> None:
+        if self.log.is_on:
+            self.log.note(node.came_to(tier))
+
+    def _note_left(self, tier: KvTier, node: Node) -> None:
+        if self.log.is_on:
+            self.log.note(Left(tier, node.hash))
