@@ -66,6 +66,9 @@ test-processors: $(STAMP) ## Run the tests that compute as on other processors: 
 	@for kind in $(PROCESSORS); do echo "== OPENBLAS_CORETYPE=$$kind"; \
 		OPENBLAS_CORETYPE=$$kind $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COMPUTING) $(ARGS) || exit 1; done
 
+test-pages: $(STAMP) ## Run the tests of the cache with all KV in pages: ten minutes.
+	@ICEHOUSE_TEST_ATTENTION=pages $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/system/cache $(ARGS)
+
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)
 

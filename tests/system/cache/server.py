@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.identity.fingerprint import model_fingerprint
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
@@ -72,6 +74,10 @@ class Answer:
     usage_cache: CacheReport
 
 
+ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.ROWS.value))
+"""How rows keep KV where a test does not say: `make test-pages` runs all that is here over pages."""
+
+
 class CacheServer:
     """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. With `lends`, restored
     sequences read KV in RAM where it is, however short they are, on a CPU. `storage_clock` is the storage
@@ -92,6 +98,7 @@ class CacheServer:
         checkpoint_interval_tokens: int = 64,
         is_enabled: bool = True,
         is_pipelined: bool = False,
+        attention: Attention = ATTENTION,
         lends: bool = False,
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),
@@ -115,6 +122,7 @@ class CacheServer:
                 kv_bits,
                 kv_group_size,
                 is_pipelined,
+                attention,
                 least_lent_layer_bytes=0 if lends else 1 << 30,
             ),
             clock=clock,

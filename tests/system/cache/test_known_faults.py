@@ -15,6 +15,7 @@ from icehouse_server.domain.cache_commands import Evict
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.kv.blocks import RunnerBlocks
+from icehouse_server.engine.kv.paged_cache import PagedWindowCache
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from tests.fixtures.models import tiny_model_dir
@@ -94,7 +95,7 @@ def test_a_sliding_window_comes_back_as_one(tmp_path: Path, monkeypatch: pytest.
     with CacheServer(folder, tmp_path / "blocks") as served:
         ssd = served.ask("ssd", real_prompt(), max_output_tokens=2 * REAL_BLOCK)
     assert ssd.tokens == cold.tokens
-    windows = [cache for cache in caches if type(cache) is RotatingKVCache]
+    windows = [cache for cache in caches if type(cache) in (RotatingKVCache, PagedWindowCache)]
     assert windows and all(cache.max_size == 24 for cache in windows)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.engine.runner.forward import Attention
 
 from tests.fixtures.models import ARCHITECTURES, tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer
@@ -15,15 +16,24 @@ def prompt(count: int, *, salt: int = 0) -> list[int]:
     return [3 + (i * 7 + i * i + salt) % 290 for i in range(count)]
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+WAYS = {
+    "rows": (Attention.ROWS, False),
+    "rows ahead": (Attention.ROWS, True),
+    "pages": (Attention.PAGES, False),
+    "pages ahead": (Attention.PAGES, True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_cold_ram_and_ssd_give_the_same_tokens(tmp_path: Path, architecture: str, is_pipelined: bool) -> None:
+def test_cold_ram_and_ssd_give_the_same_tokens(tmp_path: Path, architecture: str, way: str) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     tokens = prompt(5 * BLOCK + 7)
-    with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined) as served:
+    attention, is_pipelined = WAYS[way]
+    with CacheServer(folder, tmp_path / "blocks", is_pipelined=is_pipelined, attention=attention) as served:
         cold = served.ask("cold", tokens)
         ram = served.ask("ram", tokens)
-    with CacheServer(folder, tmp_path / "blocks") as served:
+    with CacheServer(folder, tmp_path / "blocks", attention=attention) as served:
         ssd = served.ask("ssd", tokens)
         again = served.ask("again", tokens)
     assert cold.cache.cached_token_count == 0 and cold.cache.limit is ReuseLimit.NO_MATCH
