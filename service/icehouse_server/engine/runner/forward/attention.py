@@ -1,4 +1,5 @@
-"""Attention of a pass, row by row: each row updates its own cache and attends to what that holds.
+"""Attention of a pass: over the page pool, all rows of few tokens in one launch and each longer chunk by
+itself; elsewhere row by row, each of which updates its own cache and attends to what that holds.
 
 Every token is a batch row of length one, so queries, keys and values are [tokens, heads, 1, size].
 """
