@@ -74,6 +74,8 @@ class Ledger:
         """What was in the files of damaged blocks before they were damaged."""
         self._mended: set[BlockHash] = set()
         """Damaged and as they were again: who read them in between may say so later."""
+        self._rotten: dict[BlockHash, bytes] = {}
+        """What was in files once they were damaged."""
         self.ever_damaged: set[BlockHash] = set()
         self.may_be_gone: set[BlockHash] = set()
         """Blocks that were being removed when the power went."""
@@ -103,6 +105,7 @@ class Ledger:
             if block not in self.damaged:
                 self._sound[block] = rot.before[name]
             self.ever_damaged.add(block)
+            self._rotten[block] = rot.after[name]
             # Two files that changed places may do so again.
             if rot.after[name] == self._sound[block]:
                 self.damaged.discard(block)
@@ -116,7 +119,9 @@ class Ledger:
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
-            self.damaged.discard(outcome.record.hash)
+            # A file may rot behind its last sync, before its row and the word of it.
+            if self._rotten.pop(outcome.record.hash, None) != _file_of(served, outcome.record.hash):
+                self.damaged.discard(outcome.record.hash)
             self._check_size(served)
         elif isinstance(outcome, Evicted):
             for block in outcome.hashes:
@@ -229,3 +234,9 @@ class Ledger:
             for other in self.promises
         )
         assert known or count == 0, f"{request.request_id} reused {count} tokens that are nobody's to share"
+
+
+def _file_of(served: SimServer, block: BlockHash) -> bytes:
+    """Return what is in a block's file now; nothing where there is none."""
+    found = list((served.disk.root / "blocks").glob(f"*/{block.hex()}.safetensors"))
+    return found[0].read_bytes() if found else b""
