@@ -29,7 +29,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-pages test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
