@@ -353,7 +353,8 @@ class EngineLoop:
         asked = [chunk.for_runner() for chunk in plan.chunks]
         for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
             planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
-        result = self._runner.run(asked, before_wait=self._output.publish)
+        is_first = not self._scheduler.is_decoding and any(chunk.row is not None for chunk in asked)
+        result = self._runner.run(asked, before_wait=self._output.publish, reads_at_once=is_first)
         if result.went_through:
             plan = self._scheduler.planned(plan.chunks_through(result.went_through))
         self._scheduler.note_run(plan)

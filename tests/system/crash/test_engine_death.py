@@ -24,7 +24,7 @@ def break_the_sixth_pass() -> None:
     """Runs in the server's process: a pass that only decodes for the first real request raises."""
     steps = iter(range(_GOOD_STEPS))
 
-    def run(self, chunks, *, before_wait=None):
+    def run(self, chunks, *, before_wait=None, reads_at_once=False):
         if not chunks and next(steps, None) is None:
             raise RuntimeError("injected secret detail")
         return _RUN(self, chunks, before_wait=before_wait)

@@ -61,7 +61,13 @@ class HeldRunner(FakeRunner):
         self._never = threading.Event()
         self.next_token = lambda history: 97
 
-    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         if before_wait is not None:
             before_wait()
         if not self._free.is_set():

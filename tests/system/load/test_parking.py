@@ -56,7 +56,13 @@ class PressedRunner(ModelRunner):
         self._step = 0
         self._is_full = False
 
-    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         self._step += not chunks
         self._is_full = not chunks and self._step in _PRESSED_STEPS
         return super().run(chunks, before_wait=before_wait)

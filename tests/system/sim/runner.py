@@ -138,7 +138,13 @@ class SimRunner:
         assert sequence_id not in self.open_caches, sequence_id
         self.open_caches[sequence_id] = Caches(self.spec)
 
-    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         """Run a pass over every row and these chunks; pipelined, tell what the pass before drew."""
         if before_wait is not None:
             before_wait()

@@ -417,7 +417,12 @@ def test_tokens_are_published_when_the_next_pass_is_built_and_before_anything_el
     seen: list[int] = []
     run = served.runner.run
 
-    def waits(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def waits(
+        chunks: ReadSequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         seen.append(len(served.recorder.tokens_of("a")))
         result = run(chunks, before_wait=before_wait)
         seen.append(len(served.recorder.tokens_of("a")))
@@ -455,7 +460,12 @@ def test_a_token_is_told_before_the_pass_beside_which_readers_begin() -> None:
     told: list[int] = []
     run = served.runner.run
 
-    def counts(chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def counts(
+        chunks: ReadSequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         told.append(len(served.recorder.tokens_of("decodes")))
         return run(chunks, before_wait=before_wait)
 
@@ -530,7 +540,10 @@ def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     run = served.runner.run
 
     def run_ahead(
-        chunks: ReadSequence[Chunk], *, before_wait: Callable[[], None] | None = None
+        chunks: ReadSequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
     ) -> PassResult:
         assert before_wait is not None
         before_wait()

@@ -158,12 +158,20 @@ class Runner(Protocol):
         """Make empty caches for a new sequence."""
         ...
 
-    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         """Run one forward pass over every decoding row and these chunks, one chunk a sequence.
 
         A device that runs ahead (Metal, CUDA) is given the pass and the tokens of the pass before are read
         and returned. With nothing to feed, what is in flight is returned. `before_wait` is called once the
         pass is built, just before the device is waited for: what wakes other threads costs nothing there.
+        `reads_at_once`: return the pass's own tokens, wherever it runs; a first token that nobody decodes
+        beside is not to wait until another pass is built and dispatched.
         """
         ...
 

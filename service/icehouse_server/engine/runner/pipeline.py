@@ -80,11 +80,15 @@ class Pipeline:
         self._last_end_time = 0.0
 
     def run(
-        self, parts: Sequence[tuple[OpenSequence, Chunk]], before_wait: Callable[[], None] | None = None
+        self,
+        parts: Sequence[tuple[OpenSequence, Chunk]],
+        before_wait: Callable[[], None] | None = None,
+        *,
+        reads_at_once: bool = False,
     ) -> PassResult:
         """Run one pass over the decoding sequences and these chunks. A chunk's sequence that draws decodes in
-        the passes after this one."""
-        is_ahead = self._is_pipelined and not (self._is_only_guessing and not parts)
+        the passes after this one. `reads_at_once`: wait for it, though the device might run ahead."""
+        is_ahead = self._is_pipelined and not reads_at_once and not (self._is_only_guessing and not parts)
         before, self._in_flight = self._in_flight, None
         ended: list[DispatchedPass] = []
         told: list[Drawn] = []

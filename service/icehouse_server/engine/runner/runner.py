@@ -217,9 +217,16 @@ class ModelRunner:
         row = Row(self.row_caches(), growth=self._growth)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
-    def run(self, chunks: Sequence[Chunk], *, before_wait: Callable[[], None] | None = None) -> PassResult:
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        before_wait: Callable[[], None] | None = None,
+        reads_at_once: bool = False,
+    ) -> PassResult:
         self._thread.check()
-        result = self._pipeline.run([(self._prepared(chunk), chunk) for chunk in chunks], before_wait)
+        parts = [(self._prepared(chunk), chunk) for chunk in chunks]
+        result = self._pipeline.run(parts, before_wait, reads_at_once=reads_at_once)
         if not self._settings.is_pipelined:
             self._freed.keep_room()
         return result

@@ -71,6 +71,21 @@ def runner_at(
     return runner
 
 
+def test_a_first_token_is_told_by_its_own_pass_where_that_is_asked_for(tmp_path: Path) -> None:
+    runner = runner_at(tmp_path, SteppedClock(), is_pipelined=True)
+    drawn: list[list[int]] = []
+    for number, reads_at_once in enumerate((False, True)):
+        runner.open(SequenceId(number))
+        chunk = Chunk(SequenceId(number), PROMPT, row=DecodeRow(SamplingParams(), PROMPT))
+        first = runner.run([chunk], reads_at_once=reads_at_once)
+        assert len(first.drawn) == int(reads_at_once) and first.is_behind is not reads_at_once
+        results = [first, *(runner.run([]) for _ in range(4 - reads_at_once))]
+        drawn.append([each.token_id for result in results for each in result.drawn][:3])
+        runner.release([SequenceId(number)])
+        runner.run([])
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_nothing_is_kept_of_a_row_that_was_released(tmp_path: Path, is_pipelined: bool) -> None:
     """A pass of it may be in flight, and be looked at only when somebody asks for another one."""
