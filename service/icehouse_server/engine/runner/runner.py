@@ -327,10 +327,8 @@ class ModelRunner:
         return self._images
 
     def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
-        """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them.
-
-        Returns the bytes of kv a token takes and the bytes a sequence takes whatever its length.
-        """
+        """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them. Returns
+        the bytes of kv a token takes and the bytes a sequence takes whatever its length."""
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
         row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0), adapter=adapter)
@@ -455,9 +453,9 @@ class ModelRunner:
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
         chunk = Chunk(sequence_id, [0, 0], pooling=Pooling.LAST_TOKEN)
-        pooled = {**self.run([chunk]).pooled, **self.run([]).pooled}  # at once, or a pass later
+        pooled = self.run([chunk], reads_at_once=True).pooled[sequence_id]
         self.release([sequence_id])
-        return len(pooled[sequence_id])
+        return len(pooled)
 
     def _examined(self, model: Any) -> PassFacts:
         """Find out how passes of this model are run, and say so.
