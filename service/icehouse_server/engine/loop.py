@@ -353,7 +353,8 @@ class EngineLoop:
         asked = [chunk.for_runner() for chunk in plan.chunks]
         for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
             planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
-        is_first = not self._scheduler.is_decoding and any(chunk.row is not None for chunk in asked)
+        # What is measured or pooled is told pass by pass, in order.
+        is_first = not (self._scheduler.is_decoding or self._awaits_reading) and any(c.row for c in asked)
         result = self._runner.run(asked, before_wait=self._output.publish, reads_at_once=is_first)
         if result.went_through:
             plan = self._scheduler.planned(plan.chunks_through(result.went_through))

@@ -32,7 +32,7 @@ GATEWAY_OPTIONS = {"--reasoning-parser", "--tool-call-parser", "--balance-abs-th
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
-BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients"}
+BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--shape", "--minutes"}
 """Of `make bench` and others, as the page of figures names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""

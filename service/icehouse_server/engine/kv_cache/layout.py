@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, parts_of
+from icehouse_server.engine.kv_cache.cache_classes import CacheClass, Part, class_of, leaf, parts_of
 from icehouse_server.engine.kv_cache.held import Held, HeldSegments
 from icehouse_server.engine.kv_cache.load_target import KvShape, uninitialised
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
@@ -190,8 +190,14 @@ class CacheLayout:
 
 def _found(caches: Sequence[Any], part: Part) -> Any:
     cache = leaf(caches, part.path)
-    assert class_of(cache).kind is part.kind, (part.name, part.cache_class.name, type(cache))
+    entry = class_of(cache)
+    is_own = hasattr(cache, "cache_class") and entry.kind is part.kind
+    assert is_own or _is_like(entry, part.cache_class), (part.name, part.cache_class.name, type(cache))
     return cache
+
+
+def _is_like(entry: CacheClass, other: CacheClass) -> bool:
+    return entry == other or (entry.is_plain and other.is_plain)
 
 
 def _held_of(caches: Sequence[Any], part: Part) -> Held | HeldSegments:
