@@ -354,7 +354,8 @@ class EngineLoop:
         for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
             planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
         # What is measured or pooled is told pass by pass, in order.
-        is_first = not (self._scheduler.is_decoding or self._awaits_reading) and any(c.row for c in asked)
+        is_unread |= any(chunk.is_read for chunk in asked)
+        is_first = not (self._scheduler.is_decoding or is_unread) and any(chunk.row for chunk in asked)
         result = self._runner.run(asked, before_wait=self._output.publish, reads_at_once=is_first)
         if result.went_through:
             plan = self._scheduler.planned(plan.chunks_through(result.went_through))
