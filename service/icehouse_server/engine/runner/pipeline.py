@@ -28,12 +28,12 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
+from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
-from icehouse_server.engine.runner.forward.cpu.attention import FIRST_WAIT
 from icehouse_server.engine.runner.slab_choice import SlabChoice
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure

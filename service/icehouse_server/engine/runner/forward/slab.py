@@ -21,9 +21,10 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.sharing import arrays_of, as_fetched, as_kept, put_arrays
-from icehouse_server.engine.runner.forward.cpu.attention import Call, computes_on_cpu
+from icehouse_server.engine.runner.forward.cpu.attention import Call
 from icehouse_server.engine.runner.forward.row import Row
 
 LEAST_ROW_COUNT: Final = 4

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.kv_cache.borrowing import Segments
-from icehouse_server.engine.runner.forward.cpu.attention import FIRST_WAIT, Call, fused_attention
+from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
 
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 SCALE = 0.125

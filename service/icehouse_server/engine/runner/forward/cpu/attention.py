@@ -1,27 +1,31 @@
-"""Attention with a softmax by NumPy, where MLX computes on a CPU.
+"""Attention of rows with caches of their own, with a softmax by NumPy where MLX computes on a CPU.
 
-MLX's CPU build has no fused kernel: it writes the scores out, hides some with a `where` and takes their
-softmax number by number, 17 ns for each where NumPy's vector instructions need 2. That is more than both
-matrix products together: 64 tokens behind 900 take 250 ms in 16 layers, and 70 ms with the softmax made here
-(16 heads of 64 numbers, float32; 2-core x86 with AVX-512, mlx 0.32.4).
-
-NumPy needs the scores computed, so they are waited for while the pass is built. On a CPU its dispatch would
-wait as well, but each wait costs some 50 us: few scores are left to MLX. Inference thread only.
+Few scores are left to MLX. Inference thread only.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
+from icehouse_server.engine.attention.cpu.softmax import (
+    HIDDEN,
+    MOST_SPLIT_QUERIES,
+    MOST_STARTED_TOKENS,
+    QUERIES_AT_ONCE,
+    Floats,
+    Part,
+    computes_on_cpu,
+    exponentials,
+    in_two,
+    later,
+    runs_of,
+    shared,
+)
+from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.kv_cache.borrowing import Segments
 
 _LEAST_THIN_SCORES: Final = 6 << 10
@@ -32,52 +36,10 @@ layers, 8 heads of 128 numbers, in turns; 2-core x86)."""
 _LEAST_THIN_POSITIONS: Final = 1 << 10
 """The same of one row, whatever the others have: a head's keys and their copy are more than a core's own
 cache holds then. One row of 1,200 tokens takes 34 ms and 44 by MLX, of 800 tokens 26 and 24."""
-_MOST_STARTED_TOKENS: Final = 2
-"""Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
-3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
-layers, in turns; 2-core x86)."""
-_LEAST_SHARED_SCORES: Final = 4 << 10
-"""Of such ones, for which it is worth waking another thread."""
 _LEAST_SCORES: Final = 1 << 14
 """Fewer scores than these cost MLX less than it takes to wait for them."""
 _LEAST_SCORES_BESIDE: Final = 1 << 12
 """The same of what is waited for anyway."""
-_QUERIES_AT_ONCE: Final = 256
-"""Of a chunk: those before see less, so that nearly half of a prompt's scores are never computed."""
-_MOST_SPLIT_QUERIES: Final = 64
-"""That read keys in segments: 30 behind 1,500 tokens take 85 ms in 16 layers so and 105 where the keys are
-put together first, 64 take 200 either way, 128 take 500 and 320 (8 heads of 128 numbers, in turns; 2-core x86
-with other work on it)."""
-_SCORES_HELD: Final = 1 << 22
-"""That are computed before the first of them become weights, where a layer has more than one attention."""
-_SCORES_AT_ONCE: Final = 1 << 18
-"""That stay in a core's own cache from one step of the softmax to the next."""
-_HIDDEN: Final = np.finfo(np.float32).min
-"""Score of what is not seen, as MLX has it: a token that sees nothing at all gives no NaN."""
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class FirstWait:
-    """What is to be done once, just before a pass is waited for the first time."""
-
-    def __init__(self) -> None:
-        self._act: Callable[[], None] | None = None
-
-    def expect(self, act: Callable[[], None] | None) -> None:
-        """Know what to do before the pass that is built next."""
-        self._act = act
-
-    def come(self) -> None:
-        """Do it, unless it is done."""
-        act, self._act = self._act, None
-        if act is not None:
-            act()
-
-
-FIRST_WAIT: Final = FirstWait()
-"""Of the pass being built, which one thread builds."""
 
 
 class Call(NamedTuple):
@@ -128,7 +90,7 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
     if in_segments:
         parts.append(_ThinSegments(in_segments, [calls[i] for i in in_segments], scale))
     found: dict[int, list[mx.array]] = {}
-    for together in _runs(parts):
+    for together in runs_of(parts):
         FIRST_WAIT.come()
         mx.eval([part.awaited for part in together])
         for part in together:
@@ -136,7 +98,7 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
                 found.setdefault(number, []).append(array)
     for i, pieces in found.items():
         outputs[i] = mx.concatenate(pieces, axis=2) if len(pieces) > 1 else pieces[0]
-    if computes_on_cpu() and not found and _token_count(calls) <= _MOST_STARTED_TOKENS:
+    if computes_on_cpu() and not found and _token_count(calls) <= MOST_STARTED_TOKENS:
         mx.async_eval(outputs)  # type: ignore[no-untyped-call]
         FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
     return cast(list[mx.array], outputs)
@@ -167,83 +129,6 @@ def _token_count(calls: Sequence[Call]) -> int:
     return sum(call.queries.shape[0] * call.queries.shape[2] for call in calls)
 
 
-@functools.cache
-def computes_on_cpu() -> bool:
-    """Whether MLX's default device is the CPU."""
-    return bool(mx.default_device() == mx.Device(mx.cpu))
-
-
-@functools.lru_cache(maxsize=64)
-def _later(count: int) -> Bools:
-    """Return which of a chunk's tokens come behind each one of it."""
-    return np.triu(np.ones((count, count), dtype=bool), 1)
-
-
-@dataclasses.dataclass(slots=True)
-class _Part:
-    """Some queries of one call."""
-
-    numbers: tuple[int]
-    """Of the call."""
-    scores: mx.array
-    """[rows, KV heads, heads of each x tokens, positions]"""
-    values: mx.array | Segments
-    shape: tuple[int, int, int, int]
-    """Of the output."""
-    hidden: Bools | mx.array | None
-    """[.., tokens, positions]: which of the last positions, or of all, are not seen. MLX's array says which
-    are."""
-
-    @classmethod
-    def of(cls, number: int, call: Call, scale: float, hidden: Any) -> _Part:
-        row_count, head_count, token_count, size = call.queries.shape
-        # Heads that share keys are more rows of one matrix.
-        queries = (call.queries * scale).reshape(row_count, call.keys.shape[1], -1, size)
-        shape = (row_count, head_count, token_count, call.values.shape[3])
-        return cls((number,), _products(queries, call.keys), call.values, shape, hidden)
-
-    @property
-    def awaited(self) -> mx.array:
-        return self.scores
-
-    @property
-    def held_count(self) -> int:
-        """Scores that are there before the softmax."""
-        return int(self.scores.size)
-
-    def attended(self) -> list[mx.array]:
-        """Return the output, once the scores are computed."""
-        row_count, head_count, token_count, _ = self.shape
-        kv_head_count, position_count = self.scores.shape[1], self.scores.shape[3]
-        held = _shared(self.scores)
-        with np.errstate(all="ignore"):  # what is no number stays none
-            if self.hidden is not None:
-                hidden = ~_shared(self.hidden) if isinstance(self.hidden, mx.array) else self.hidden
-                by_head = (row_count, kv_head_count, head_count // kv_head_count, token_count, position_count)
-                where = hidden[:, None] if hidden.ndim == 4 else hidden
-                np.copyto(held.reshape(by_head)[..., -hidden.shape[-1] :], _HIDDEN, where=where)
-            sums = _exponentials(held.reshape(-1, position_count))
-        weighted = _weighted(self.scores, self.values)
-        return [(weighted / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)]
-
-
-def _products(queries: mx.array, keys: mx.array | Segments) -> mx.array:
-    """Return each query's products with all keys."""
-    pieces = keys.pieces if isinstance(keys, Segments) else (keys,)
-    products = [queries @ piece.swapaxes(-1, -2) for piece in pieces]
-    return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-
-
-def _weighted(weights: mx.array, values: mx.array | Segments) -> mx.array:
-    """Return the sums of all values by their weights."""
-    if not isinstance(values, Segments):
-        return weights @ values
-    cuts = list(itertools.accumulate(piece.shape[2] for piece in values.pieces))[:-1]
-    parts: Any = mx.split(weights, cuts, axis=-1)
-    weighted: list[mx.array] = [w @ v for w, v in zip(parts, values.pieces, strict=True)]
-    return functools.reduce(operator.add, weighted)
-
-
 class _ThinPart:
     """One query for each head of some rows: read by NumPy, which multiplies by a vector without a copy.
 
@@ -267,13 +152,13 @@ class _ThinPart:
     def attended(self) -> list[mx.array]:
         """Return the output, once what it reads is computed."""
         call = self._call
-        queries, keys, values = (_shared(cast(mx.array, each)) for each in call[:3])
+        queries, keys, values = (shared(cast(mx.array, each)) for each in call[:3])
         row_count, head_count, _, size = queries.shape
         kv_head_count, position_count = keys.shape[1:3]
         grouped = queries.reshape(row_count, kv_head_count, head_count // kv_head_count, size)
         seen = None
         if isinstance(call.mask, mx.array):
-            seen = np.broadcast_to(_shared(call.mask), (row_count, 1, 1, position_count))[:, 0]
+            seen = np.broadcast_to(shared(call.mask), (row_count, 1, 1, position_count))[:, 0]
         output = np.empty((*grouped.shape[:3], values.shape[3]), dtype=np.float32)
 
         def attend(rows: slice, heads: slice) -> None:
@@ -284,12 +169,12 @@ class _ThinPart:
                 else:
                     scores = np.matmul(q, k.swapaxes(-1, -2))
                 if seen is not None:
-                    np.copyto(scores, _HIDDEN, where=~seen[rows, :, None])
-                sums = _exponentials(scores.reshape(-1, position_count))
+                    np.copyto(scores, HIDDEN, where=~seen[rows, :, None])
+                sums = exponentials(scores.reshape(-1, position_count))
                 weighted = np.matmul(scores, values[rows, heads])
                 output[rows, heads] = weighted / sums.reshape(*scores.shape[:3], 1)
 
-        _in_two(attend, row_count, kv_head_count, is_worth=position_count * head_count * row_count)
+        in_two(attend, row_count, kv_head_count, is_worth=position_count * head_count * row_count)
         return [mx.array(output.reshape(row_count, head_count, 1, -1))]
 
 
@@ -333,7 +218,7 @@ class _ThinSegments:
         _, head_count, _, size = calls[0].queries.shape
         kv_head_count, value_size = calls[0].keys.shape[1], calls[0].values.shape[3]
         group = head_count // kv_head_count
-        rows = [_shared(call.queries).reshape(kv_head_count, group, size) for call in calls]
+        rows = [shared(call.queries).reshape(kv_head_count, group, size) for call in calls]
         # Each head's queries in columns that lie together: products take half the time of the other way.
         asking = np.concatenate(rows, axis=1).swapaxes(-1, -2) * np.float32(self._scale)
         counts = [call.keys.shape[2] for call in calls]
@@ -350,17 +235,17 @@ class _ThinSegments:
                     scores[:, columns, first : first + keys.shape[1]] = told.swapaxes(-1, -2)
                 for row, (call, count) in enumerate(zip(calls, counts, strict=True)):
                     own = scores[:, row * group : (row + 1) * group]
-                    own[..., count:] = _HIDDEN  # where longer rows have more
+                    own[..., count:] = HIDDEN  # where longer rows have more
                     if isinstance(call.mask, mx.array):
-                        seen = np.broadcast_to(_shared(call.mask), (1, 1, 1, count))[0, 0, 0]
-                        own[..., :count][..., ~seen] = _HIDDEN
-                sums = _exponentials(scores.reshape(-1, position_count))
+                        seen = np.broadcast_to(shared(call.mask), (1, 1, 1, count))[0, 0, 0]
+                        own[..., :count][..., ~seen] = HIDDEN
+                sums = exponentials(scores.reshape(-1, position_count))
                 for first, _keys, values, columns in segments:
                     weights = scores[:, columns, first : first + values.shape[1]]
                     output[heads, columns] += np.matmul(weights, values[heads])
                 output[heads] /= sums.reshape(*scores.shape[:2], 1)
 
-        _in_two(attend, 1, kv_head_count, is_worth=position_count * head_count * row_count)
+        in_two(attend, 1, kv_head_count, is_worth=position_count * head_count * row_count)
         by_row = output.reshape(kv_head_count, row_count, group, value_size).swapaxes(0, 1)
         return [mx.array(row.reshape(1, head_count, 1, value_size)) for row in by_row]
 
@@ -377,7 +262,7 @@ def _segments(calls: Sequence[Call], group: int) -> list[_Segment]:
             rows.setdefault(id(keys), []).append(row)
             first += keys.shape[2]
     return [
-        _Segment(first, _shared(keys)[0], _shared(values)[0], _columns(rows[name], group))
+        _Segment(first, shared(keys)[0], shared(values)[0], _columns(rows[name], group))
         for name, (first, keys, values) in found.items()
     ]
 
@@ -389,37 +274,24 @@ def _columns(rows: Sequence[int], group: int) -> Any:
     return np.concatenate([np.arange(row * group, (row + 1) * group) for row in rows])
 
 
-def _in_two(act: Callable[[slice, slice], None], row_count: int, head_count: int, *, is_worth: int) -> None:
-    """Do it for half of the rows, or of the heads, in another thread meanwhile."""
-    every = slice(None)
-    if is_worth < _LEAST_SHARED_SCORES or max(row_count, head_count) < 2:
-        act(every, every)
-        return
-    middle = row_count // 2 if row_count > 1 else head_count // 2
-    halves = (slice(0, middle), slice(middle, None))
-    first, second = ((half, every) if row_count > 1 else (every, half) for half in halves)
-    other = _helper().submit(act, *first)
-    act(*second)
-    other.result()
+_AnyPart = Part | _ThinPart | _ThinSegments
 
 
-@functools.cache
-def _helper() -> concurrent.futures.ThreadPoolExecutor:
-    """One more thread, which sees views of computed arrays and nothing else."""
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="attention")
+def _part(number: int, call: Call, scale: float, hidden: Any) -> Part:
+    keys, values = (
+        each.pieces if isinstance(each, Segments) else (each,) for each in (call.keys, call.values)
+    )
+    return Part.of(number, call.queries, keys, values, scale=scale, hidden=hidden)
 
 
-_AnyPart = _Part | _ThinPart | _ThinSegments
-
-
-def _parts(number: int, call: Call, scale: float) -> list[_Part]:
+def _parts(number: int, call: Call, scale: float) -> list[Part]:
     if not isinstance(call.mask, str):
-        return [_Part.of(number, call, scale, call.mask)]
+        return [_part(number, call, scale, call.mask)]
     count = call.queries.shape[2]
     before = call.keys.shape[2] - count
     found = []
-    for first in range(0, count, _QUERIES_AT_ONCE):
-        last = min(count, first + _QUERIES_AT_ONCE)
+    for first in range(0, count, QUERIES_AT_ONCE):
+        last = min(count, first + QUERIES_AT_ONCE)
         queries, keys, values = call.queries[:, :, first:last], call.keys, call.values
         if last < count:
             assert isinstance(keys, mx.array) and isinstance(values, mx.array), (
@@ -427,43 +299,14 @@ def _parts(number: int, call: Call, scale: float) -> list[_Part]:
             )
             keys, values = keys[:, :, : before + last], values[:, :, : before + last]
         some = Call(queries, keys, values)
-        found.append(_Part.of(number, some, scale, _later(last - first)))
+        found.append(_part(number, some, scale, later(last - first)))
     return found
 
 
 def _joined(call: Call) -> Call:
     """Return a call with its keys in one array, where that costs less than many scores in pieces."""
     assert isinstance(call.keys, Segments) and isinstance(call.values, Segments)
-    if call.queries.shape[2] <= _MOST_SPLIT_QUERIES:
+    if call.queries.shape[2] <= MOST_SPLIT_QUERIES:
         return call
     keys, values = (mx.concatenate(list(each.pieces), axis=2) for each in (call.keys, call.values))
     return Call(call.queries, keys, values, call.mask)
-
-
-def _runs(parts: Sequence[_AnyPart]) -> Iterator[list[_AnyPart]]:
-    """Give the parts in runs, each few enough for all scores of a run to be held at once."""
-    run: list[_AnyPart] = []
-    for part in parts:
-        if run and sum(each.held_count for each in (*run, part)) > _SCORES_HELD:
-            yield run
-            run = []
-        run.append(part)
-    if run:
-        yield run
-
-
-def _shared(array: mx.array) -> np.ndarray[Any, Any]:
-    """Return an array's own memory: what is written there is what MLX reads."""
-    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it is a buffer, which its stub does not say
-
-
-def _exponentials(scores: Floats) -> Floats:
-    """Raise e to each score less the largest one of its row, in place; return the rows' sums."""
-    sums = np.empty(len(scores), dtype=np.float32)
-    step = max(1, _SCORES_AT_ONCE // scores.shape[1])
-    for first in range(0, len(scores), step):
-        part = scores[first : first + step]
-        part -= part.max(axis=1, keepdims=True)
-        np.exp(part, out=part)
-        part.sum(axis=1, out=sums[first : first + step])
-    return sums

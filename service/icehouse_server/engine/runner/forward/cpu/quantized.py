@@ -13,7 +13,8 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
-from icehouse_server.engine.runner.forward.cpu.attention import Call, computes_on_cpu, fused_attention
+from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
+from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
 
 _LEAST_QUERIES: Final = 4
 

@@ -1,0 +1,1 @@
+"""Attention on CPUs: a softmax by NumPy, over pages where they are."""

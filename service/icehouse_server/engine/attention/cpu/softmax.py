@@ -1,0 +1,190 @@
+"""Softmax by NumPy, where MLX computes on a CPU.
+
+MLX's CPU build has no fused kernel: it writes the scores out, hides some with a `where` and takes their
+softmax number by number, 17 ns for each where NumPy's vector instructions need 2. That is more than both
+matrix products together: 64 tokens behind 900 take 250 ms in 16 layers, and 70 ms with the softmax made here
+(16 heads of 64 numbers, float32; 2-core x86 with AVX-512, mlx 0.32.4).
+
+NumPy needs the scores computed, so they are waited for while the pass is built. On a CPU its dispatch would
+wait as well, but each wait costs some 50 us: few scores are left to MLX. Inference thread only.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+MOST_STARTED_TOKENS: Final = 2
+"""Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
+3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
+layers, in turns; 2-core x86)."""
+QUERIES_AT_ONCE: Final = 256
+"""Of a chunk: those before see less, so that nearly half of a prompt's scores are never computed."""
+MOST_SPLIT_QUERIES: Final = 64
+"""That read keys in pieces: 30 behind 1,500 tokens take 85 ms in 16 layers so and 105 where the keys are
+put together first, 64 take 200 either way, 128 take 500 and 320 (8 heads of 128 numbers, in turns; 2-core x86
+with other work on it)."""
+HIDDEN: Final = np.finfo(np.float32).min
+"""Score of what is not seen, as MLX has it: a token that sees nothing at all gives no NaN."""
+_LEAST_SHARED_SCORES: Final = 4 << 10
+"""Of single queries, for which it is worth waking another thread."""
+_SCORES_HELD: Final = 1 << 22
+"""That are computed before the first of them become weights, where a layer has more than one attention."""
+_SCORES_AT_ONCE: Final = 1 << 18
+"""That stay in a core's own cache from one step of the softmax to the next."""
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Array = np.ndarray[Any, Any]
+
+
+@functools.cache
+def computes_on_cpu() -> bool:
+    """Whether MLX's default device is the CPU."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
+def shared(array: mx.array) -> Array:
+    """Return an array's own memory: what is written there is what MLX reads."""
+    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it is a buffer, which its stub does not say
+
+
+def exponentials(scores: Floats) -> Floats:
+    """Raise e to each score less the largest one of its row, in place; return the rows' sums."""
+    sums = np.empty(len(scores), dtype=np.float32)
+    step = max(1, _SCORES_AT_ONCE // scores.shape[1])
+    for first in range(0, len(scores), step):
+        part = scores[first : first + step]
+        part -= part.max(axis=1, keepdims=True)
+        np.exp(part, out=part)
+        part.sum(axis=1, out=sums[first : first + step])
+    return sums
+
+
+def in_two(act: Callable[[slice, slice], None], row_count: int, head_count: int, *, is_worth: int) -> None:
+    """Do it for half of the rows, or of the heads, in another thread meanwhile."""
+    every = slice(None)
+    if is_worth < _LEAST_SHARED_SCORES or max(row_count, head_count) < 2:
+        act(every, every)
+        return
+    middle = row_count // 2 if row_count > 1 else head_count // 2
+    halves = (slice(0, middle), slice(middle, None))
+    first, second = ((half, every) if row_count > 1 else (every, half) for half in halves)
+    other = _helper().submit(act, *first)
+    act(*second)
+    other.result()
+
+
+@functools.cache
+def _helper() -> concurrent.futures.ThreadPoolExecutor:
+    """One more thread, which sees views of computed arrays and nothing else."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="attention")
+
+
+class Holding(Protocol):
+    """What has scores computed before it goes on."""
+
+    @property
+    def held_count(self) -> int:
+        """How many."""
+        ...
+
+
+_Held = TypeVar("_Held", bound=Holding)
+
+
+def runs_of(parts: Sequence[_Held]) -> Iterator[list[_Held]]:
+    """Give the parts in runs, each few enough for all scores of a run to be held at once."""
+    run: list[_Held] = []
+    for part in parts:
+        if run and sum(each.held_count for each in (*run, part)) > _SCORES_HELD:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+@functools.lru_cache(maxsize=64)
+def later(count: int) -> Bools:
+    """Return which of a chunk's tokens come behind each one of it."""
+    return np.triu(np.ones((count, count), dtype=bool), 1)
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """Some queries of one attention, whose keys and values may lie in pieces."""
+
+    numbers: tuple[int]
+    """Of the attention."""
+    scores: mx.array
+    """[rows, KV heads, heads of each x tokens, positions]"""
+    values: Sequence[mx.array]
+    shape: tuple[int, int, int, int]
+    """Of the output."""
+    hidden: Bools | mx.array | None
+    """[.., tokens, positions]: which of the last positions, or of all, are not seen. MLX's array says which
+    are."""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        queries: mx.array,
+        keys: Sequence[mx.array],
+        values: Sequence[mx.array],
+        *,
+        scale: float,
+        hidden: Any,
+    ) -> Part:
+        """Keys and values are [rows, KV heads, positions, size], queries [rows, heads, tokens, size]."""
+        row_count, head_count, token_count, size = queries.shape
+        # Heads that share keys are more rows of one matrix.
+        by_head = (queries * scale).reshape(row_count, keys[0].shape[1], -1, size)
+        products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
+        scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
+        shape = (row_count, head_count, token_count, values[0].shape[3])
+        return cls((number,), scores, values, shape, hidden)
+
+    @property
+    def awaited(self) -> mx.array:
+        """What is to be computed before it is read."""
+        return self.scores
+
+    @property
+    def held_count(self) -> int:
+        """Scores that are there before the softmax."""
+        return int(self.scores.size)
+
+    def attended(self) -> list[mx.array]:
+        """Return the output, once the scores are computed."""
+        row_count, head_count, token_count, _ = self.shape
+        kv_head_count, position_count = self.scores.shape[1], self.scores.shape[3]
+        held = shared(self.scores)
+        with np.errstate(all="ignore"):  # what is no number stays none
+            if self.hidden is not None:
+                hidden = ~shared(self.hidden) if isinstance(self.hidden, mx.array) else self.hidden
+                by_head = (row_count, kv_head_count, head_count // kv_head_count, token_count, position_count)
+                where = hidden[:, None] if hidden.ndim == 4 else hidden
+                np.copyto(held.reshape(by_head)[..., -hidden.shape[-1] :], HIDDEN, where=where)
+            sums = exponentials(held.reshape(-1, position_count))
+        weighted = _weighted(self.scores, self.values)
+        return [(weighted / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)]
+
+
+def _weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:
+    """Return the sums of all values by their weights."""
+    if len(values) == 1:
+        return weights @ values[0]
+    cuts = list(itertools.accumulate(piece.shape[2] for piece in values))[:-1]
+    parts: Any = mx.split(weights, cuts, axis=-1)
+    weighted: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
+    return functools.reduce(operator.add, weighted)
