@@ -20,6 +20,8 @@ from icehouse_server.engine.attention.port import Ints, PagedAttention, Pool, To
 class GatherAttention:
     """Implements PagedAttention, one call of MLX's attention a row."""
 
+    attends_to_chunks = False
+
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         size = pool.shape.page_token_count
         pages = mx.array(places.pages[places.page_starts[places.rows] + places.positions // size])
@@ -137,7 +139,7 @@ def attend_row(
         behind = padded.query_count - padded.front_count - count
         asking = mx.pad(asking, [(0, 0), (0, 0), (padded.front_count, behind), (0, 0)])
     if mask is None:
-        mask = _rule(begin - low, padded.query_count, window)
+        mask = causal_rule(begin - low, padded.query_count, window)
     found = mx.fast.scaled_dot_product_attention(asking, keys, values, scale=scale, mask=mask, sinks=sinks)
     if padded.query_count > count:
         found = found[:, :, padded.front_count : padded.front_count + count]
@@ -178,7 +180,7 @@ def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _rule(begin: int, count: int, window: int | None) -> Any:
+def causal_rule(begin: int, count: int, window: int | None) -> Any:
     """Return the mask of `count` tokens behind `begin` others."""
     if window is None:
         return "causal" if count > 1 else None

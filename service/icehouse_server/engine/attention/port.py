@@ -69,6 +69,10 @@ class TokenPlaces:
 class PagedAttention(Protocol):
     """One backend. Layers are counted within the group."""
 
+    attends_to_chunks: bool
+    """Whether `attend` is made for as many tokens of each row as there are, or for few of them (decoding,
+    guesses, short chunks)."""
+
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
         ...
@@ -88,8 +92,7 @@ class PagedAttention(Protocol):
 
         Each token sees its row's tokens up to its own position, the last `window` of them where there is one.
         `sinks` are logits, [heads], that only take weight. May be called for the first tokens of the pass
-        alone: `queries` then has fewer of them than `places`. Made for few tokens of each row (decoding,
-        guesses, short chunks).
+        alone: `queries` then has fewer of them than `places`.
         """
         ...
 

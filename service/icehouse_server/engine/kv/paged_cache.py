@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import create_attention_mask
 
-from icehouse_server.engine.attention.gather import gathered
 from icehouse_server.engine.kv.places import places_of_one
 from icehouse_server.engine.kv.table import PageRun, PageTable
 from icehouse_server.engine.kv_cache.cache_classes import (
@@ -65,13 +63,14 @@ class PagedCache:
 
     def held(self) -> Held:
         """Return copies of the keys and values, [1, heads, tokens, size], lazily."""
-        pool, count = self.run.group.pool, self.offset
+        group, count = self.run.group, self.offset
         if not count:
             return Held((), 0, 0, 0)
         begin = self.run.first_token_index
-        size = pool.shape.page_token_count
-        numbers = np.array(self.run.numbers[begin // size : pool.pages_for(count)], np.int32)
-        keys, values = gathered(pool, numbers, layer=self.layer, token_count=count - begin)
+        places = places_of_one(self.run, start=count - 1, stop=count)
+        keys, values = group.attention.gather_row(
+            group.pool, places, row=0, layer=self.layer, first_token=begin, key_count=count - begin
+        )
         return Held((("k", keys), ("v", values)), 0, count - begin, count)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassRe
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.kv.blocks import RunnerBlocks
-from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT, GroupFacts, groups_of, pool_sizes
+from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
@@ -335,11 +334,10 @@ class ModelRunner:
         self.run([Chunk(sequence_id, [0, 0], adapter)])
         footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
         if self._paging is None and self._facts.caches:
-            page_token_count = math.gcd(PAGE_TOKEN_COUNT, self._settings.block_token_count)
             self._page_groups = groups_of(
                 self.caches(sequence_id),
                 attending=attending_places(self._facts.caches),
-                page_token_count=page_token_count,
+                page_token_count=page_token_count_for(self._settings.block_token_count),
             )
         self.run([Chunk(sequence_id, [0], adapter, row=row)])
         self.run([])

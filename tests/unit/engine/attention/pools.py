@@ -73,7 +73,7 @@ def keys_and_values(pool: Pool, places: TokenPlaces, row: int, layer: int, token
     """Return [2, tokens, KV heads, head size] of a row."""
     size = pool.shape.page_token_count
     pages = places.pages[places.page_starts[row] + np.array(tokens) // size]
-    return numbers(pool.array)[pages, layer, :, :, np.array(tokens) % size].swapaxes(0, 1)
+    return numbers(pool.array[:, layer])[pages, :, :, np.array(tokens) % size].swapaxes(0, 1)
 
 
 def attended(

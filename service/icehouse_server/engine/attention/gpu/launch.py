@@ -113,6 +113,8 @@ class _Way:
 class GpuAttention:
     """`PagedAttention` for GPUs. `make_kernel` is MLX's for the language."""
 
+    attends_to_chunks = False
+
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
         self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)

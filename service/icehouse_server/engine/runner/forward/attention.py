@@ -80,7 +80,7 @@ def attend_pages(
     }
     is_first, layer.fetched = layer.fetched is None, []
     spans = layer.spans
-    row_count, token_count = _together(spans, masks)
+    row_count, token_count = _together(spans, masks, takes_chunks=attention.attends_to_chunks)
     if is_first and token_count == spans.token_count:
         return attention.write_and_attend(pool, queries, keys, values, places, **asked)
     if is_first:
@@ -105,13 +105,13 @@ def attend_pages(
     return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _together(spans: Spans, masks: Sequence[Mask] | None) -> tuple[int, int]:
-    """Return how many rows, the first ones, bring few tokens and have no mask of their own, and how many
-    tokens these are."""
+def _together(spans: Spans, masks: Sequence[Mask] | None, *, takes_chunks: bool) -> tuple[int, int]:
+    """Return how many rows, the first ones, have no mask of their own and bring few tokens, unless attention
+    takes chunks as well; and how many tokens these are."""
     if masks is not None and any(isinstance(mask, mx.array) for mask in masks):
         return 0, 0
     count = len(spans.counts)
-    while count and spans.counts[count - 1] > SHORT_TOKEN_COUNT:
+    while count and not takes_chunks and spans.counts[count - 1] > SHORT_TOKEN_COUNT:
         count -= 1
     return count, spans.starts[count] if count < len(spans.starts) else spans.token_count
 

@@ -1,0 +1,348 @@
+"""Attention over pages on a CPU: reads each page where it is, and writes into the pool in place.
+
+On MLX's CPU build an evaluated array is host memory, so the pool is a NumPy array as well. What is written is
+kept beside it until somebody reads the pool. Where a layer has few scores they are left to MLX, which reads
+the new keys beside the pages and waits for nothing; where there are many, the layer's queries, keys and
+values are waited for together, once.
+
+Inference thread only.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.engine.attention.cpu.softmax import (
+    MOST_SPLIT_QUERIES,
+    MOST_STARTED_TOKENS,
+    QUERIES_AT_ONCE,
+    Array,
+    Bools,
+    Part,
+    later,
+    runs_of,
+    shared,
+)
+from icehouse_server.engine.attention.cpu.thin import ThinPlan, attend_thin
+from icehouse_server.engine.attention.first_wait import FIRST_WAIT
+from icehouse_server.engine.attention.gather import GatherAttention, causal_rule, row_pages, runs_of_rows
+from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
+
+_LEAST_THIN_SCORES: Final = 6 << 10
+"""Of queries one by one, for each head, from which on their keys are read by NumPy: MLX copies all keys
+first, but is waited for once a pass and not in each layer."""
+_LEAST_THIN_POSITIONS: Final = 1 << 10
+"""The same of one of them, whatever the others have."""
+_MOST_THIN_TOKENS: Final = 8
+"""Of a row whose queries are taken one by one: guesses, and the ends of prompts."""
+
+
+class _Write(NamedTuple):
+    """Keys and values that are not in the pool yet, [tokens, KV heads, 1, head size]."""
+
+    pool: Pool
+    keys: mx.array
+    values: mx.array
+    places: TokenPlaces
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """Tokens [first, last) of a pass, all of one row; `begin` is the position of the first of them."""
+
+    number: int
+    first: int
+    last: int
+    begin: int
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+    @property
+    def is_thin(self) -> bool:
+        return self.count <= _MOST_THIN_TOKENS
+
+
+@dataclasses.dataclass(slots=True)
+class _Plan:
+    """How tokens of a pass attend in all layers of one kind."""
+
+    places: TokenPlaces
+    token_count: int
+    window: int | None
+    rows: list[_Row]
+    thin_score_count: int
+    """Of all queries that may be taken one by one, for one head."""
+    longest: int
+    """Of one of them."""
+    thin: ThinPlan | None = None
+    """Of these queries, once it is wanted."""
+
+
+class CpuAttention:
+    """Implements PagedAttention for MLX's CPU build."""
+
+    attends_to_chunks = True
+
+    def __init__(self) -> None:
+        self._unwritten: list[_Write] = []
+        self._plans: collections.deque[_Plan] = collections.deque(maxlen=4)
+        self._gather = GatherAttention()
+
+    def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
+        if self._unwritten and self._unwritten[-1].places is not places:
+            self._settle()
+        dtype = pool.shape.dtype
+        if keys.dtype != dtype:
+            keys, values = keys.astype(dtype), values.astype(dtype)
+        self._unwritten.append(_Write(pool, keys, values, places, layer))
+        pool.order = mx.depends(mx.zeros((1,), mx.int32), [keys, values])
+
+    def write_and_attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        self.write(pool, keys, values, places, layer=layer)
+        return self.attend(pool, queries, places, layer=layer, scale=scale, window=window, sinks=sinks)
+
+    def attend(
+        self,
+        pool: Pool,
+        queries: mx.array,
+        places: TokenPlaces,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        plan = self._plan(places, queries.shape[0], window)
+        by_numpy = sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
+        takes_thin = by_numpy and (
+            plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
+            or plan.longest >= _LEAST_THIN_POSITIONS
+        )
+        found: list[tuple[int, mx.array]] = []
+        parts: list[Part] = []
+        for row in plan.rows:
+            if takes_thin and row.is_thin:
+                continue
+            keys, values, low = self._pieces(pool, plan, row, layer)
+            if by_numpy and not row.is_thin:
+                parts += _parts(row, queries, keys, values, low, scale=scale, window=window)
+            else:
+                alone = _by_mlx(row, queries, keys, values, low, scale=scale, window=window, sinks=sinks)
+                found.append((row.first, alone))
+        if not (parts or takes_thin):
+            return _started([array for _, array in found], plan.token_count)
+        awaited: list[mx.array] = [array for each in self._unwritten for array in (each.keys, each.values)]
+        if takes_thin:
+            awaited.append(queries)
+        for together in list(runs_of(parts)) or [[]]:
+            FIRST_WAIT.come()
+            mx.eval(awaited, [part.awaited for part in together])
+            self._settle()
+            if takes_thin:
+                found += self._thin(pool, queries, plan, layer=layer, scale=scale)
+                takes_thin = False
+            awaited = []
+            for part in together:
+                found += [(part.numbers[0], array.swapaxes(0, 2)) for array in part.attended()]
+        arrays = [array for _, array in sorted(found, key=lambda each: each[0])]
+        return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+    def gather_row(
+        self,
+        pool: Pool,
+        places: TokenPlaces,
+        *,
+        row: int,
+        layer: int,
+        first_token: int,
+        key_count: int,
+    ) -> tuple[mx.array, mx.array]:
+        self._settle()
+        return self._gather.gather_row(
+            pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count
+        )
+
+    def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
+        self._settle()
+        held = _held(pool.array)
+        held[targets] = held[sources]
+
+    def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
+        self._settle()
+        _held(pool.array)[pages] = _held(content)
+
+    def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
+        self._settle()
+        copies = pool.array[mx.array(pages)]
+        mx.eval(copies)  # before anybody writes
+        return copies
+
+    def _settle(self) -> None:
+        """Put what was written into the pool, once it is computed."""
+        unwritten, self._unwritten = self._unwritten, []
+        for pool, keys, values, places, layer in unwritten:
+            size = pool.shape.page_token_count
+            pages = places.pages[places.page_starts[places.rows] + places.positions // size]
+            at = places.positions % size
+            held = _held(pool.array)
+            held[pages, layer, 0, :, at] = _held(keys)[:, :, 0]
+            held[pages, layer, 1, :, at] = _held(values)[:, :, 0]
+
+    def _plan(self, places: TokenPlaces, token_count: int, window: int | None) -> _Plan:
+        for known in self._plans:
+            if known.places is places and known.token_count == token_count and known.window == window:
+                return known
+        rows = [
+            _Row(int(places.rows[first]), first, last, int(places.positions[first]))
+            for first, last in runs_of_rows(places.rows[:token_count])
+        ]
+        most = window or np.iinfo(np.int64).max
+        seen = [min(row.begin + 1 + n, most) for row in rows if row.is_thin for n in range(row.count)]
+        found = _Plan(places, token_count, window, rows, sum(seen), max(seen, default=0))
+        self._plans.appendleft(found)
+        return found
+
+    def _thin(
+        self, pool: Pool, queries: mx.array, plan: _Plan, *, layer: int, scale: float
+    ) -> list[tuple[int, mx.array]]:
+        """Return what the thin rows' tokens give, each run of them behind its first one."""
+        group = queries.shape[1] // pool.shape.kv_head_count
+        if plan.thin is None:
+            spans = [(row.first, row.last) for row in plan.rows if row.is_thin]
+            plan.thin = ThinPlan.of(
+                plan.places,
+                spans,
+                window=plan.window,
+                page_token_count=pool.shape.page_token_count,
+                group=group,
+            )
+        output = attend_thin(plan.thin, shared(pool.array)[:, layer], shared(queries), scale=scale)
+        return [(first, mx.array(output[first:last])) for first, last in plan.thin.runs]
+
+    def _pieces(
+        self, pool: Pool, plan: _Plan, row: _Row, layer: int
+    ) -> tuple[list[mx.array], list[mx.array], int]:
+        """Return a row's keys and values, [1, KV heads, tokens, size] each, and the position of the first."""
+        size = pool.shape.page_token_count
+        new = next((each for each in self._unwritten if each.layer == layer and each.pool is pool), None)
+        if new is None or new.places is not plan.places:
+            self._settle()
+            new = None
+        end = row.begin + row.count if new is None else row.begin
+        low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window) // size * size
+        found: tuple[list[mx.array], list[mx.array]] = ([], [])
+        pages = row_pages(plan.places, row.number)[low // size : -(-end // size)].tolist()
+        for kind, pieces in enumerate(found):
+            for place, page in enumerate(pages):
+                count = min(size, end - low - place * size)
+                pieces.append(pool.array[page : page + 1, layer, kind, :, :count])
+            if new is not None:
+                own = (new.keys, new.values)[kind][row.first : row.last]
+                pieces.append(own.swapaxes(0, 2) if row.count > 1 else own)
+        return *found, low
+
+
+def _held(array: mx.array) -> Array:
+    """Return an array's own memory, numbers of 16 bits as integers: NumPy does not know all of these."""
+    return shared(array.view(mx.uint16) if array.dtype.size == 2 else array)
+
+
+def _started(arrays: list[mx.array], token_count: int) -> mx.array:
+    """Return outputs together; what is left to MLX may begin while the next layers are built."""
+    output = mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if token_count <= MOST_STARTED_TOKENS:
+        mx.async_eval(output)  # type: ignore[no-untyped-call]
+        FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
+    return output
+
+
+def _by_mlx(
+    row: _Row,
+    queries: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    low: int,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Return [tokens, heads, 1, size] of a row's tokens."""
+    k, v = _joined(keys), _joined(values)
+    own = queries[row.first : row.last]
+    mask: Any = causal_rule(row.begin - low, row.count, window)
+    if row.count > 1:
+        own = own.swapaxes(0, 2)
+    found = mx.fast.scaled_dot_product_attention(own, k, v, scale=scale, mask=mask, sinks=sinks)
+    return found.swapaxes(0, 2) if row.count > 1 else found
+
+
+def _parts(
+    row: _Row,
+    queries: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    low: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> list[Part]:
+    """Return a chunk's attention in parts."""
+    if row.count > MOST_SPLIT_QUERIES:
+        keys, values = [_joined(keys)], [_joined(values)]
+    before = row.begin - low
+    own = queries[row.first : row.last].swapaxes(0, 2)
+    found = []
+    for first in range(0, row.count, QUERIES_AT_ONCE):
+        last = min(row.count, first + QUERIES_AT_ONCE)
+        some_keys, some_values, begin = keys, values, 0
+        if len(keys) == 1:
+            begin = 0 if window is None else max(0, before + first + 1 - window)
+            some_keys, some_values = ([each[0][:, :, begin : before + last]] for each in (keys, values))
+        hidden = later(last - first)
+        if window is not None:
+            hidden = _outside(before + first - begin, last - first, window)
+        found.append(
+            Part.of(
+                row.first + first,
+                own[:, :, first:last],
+                some_keys,
+                some_values,
+                scale=scale,
+                hidden=hidden,
+            )
+        )
+    return found
+
+
+def _outside(before: int, count: int, window: int) -> Bools:
+    """Return which of `before + count` positions the last `count` tokens do not see."""
+    asking = np.arange(before, before + count)[:, None]
+    positions = np.arange(before + count)
+    outside: Bools = (positions > asking) | (positions <= asking - window)
+    return outside
+
+
+def _joined(pieces: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]
