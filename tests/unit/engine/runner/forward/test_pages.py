@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.attention.cpu.attention import CpuAttention
+from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.page_groups import groups_of
@@ -25,6 +28,7 @@ WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
 """Keys and values of different sizes, no KV at all, chunks of the context, KV in a list with a state."""
 
 
+BACKENDS = (GatherAttention, *((CpuAttention,) if computes_on_cpu() else ()))
 PADDED = ("llama", "gpt_oss", "qwen3")
 
 
@@ -33,7 +37,7 @@ def paging_of(
     forward: ForwardPass,
     clock: PassClock,
     *,
-    attention: PagedAttention | None = None,
+    make_attention: Callable[[], PagedAttention] = GatherAttention,
     is_padded: bool = False,
 ) -> Paging | None:
     caches = make_prompt_cache(model)
@@ -44,7 +48,7 @@ def paging_of(
     groups = [
         PageGroup(
             PagePool(each.shape, passes=clock),
-            attention or GatherAttention(),
+            make_attention(),
             each.layers,
             each.window,
             is_padded,
@@ -56,10 +60,19 @@ def paging_of(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
-def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_those_of_the_row_alone(
+    architecture: str, guesses: bool, backend: type[PagedAttention]
+) -> None:
     model = build(architecture)
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
-    paging = paging_of(model, forward, PassClock(), is_padded=guesses and architecture in PADDED)
+    paging = paging_of(
+        model,
+        forward,
+        PassClock(),
+        make_attention=backend,
+        is_padded=guesses and architecture in PADDED,
+    )
     if paging is None:
         assert architecture in WITHOUT_PAGES
         return
