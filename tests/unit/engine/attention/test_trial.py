@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.headers import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
@@ -79,7 +80,7 @@ def test_kernels_that_do_not_compile_are_not_used() -> None:
     assert why == "attention over pages failed: no such instruction"
 
 
-def test_there_are_no_kernels_without_a_gpu() -> None:
+def test_a_cpu_has_a_way_of_its_own() -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("there is a GPU here")
-    assert kernels_for(SHAPE, query_head_count=HEADS, has_sinks=False) is None
+    assert isinstance(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True), CpuAttention)

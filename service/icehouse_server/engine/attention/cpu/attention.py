@@ -28,17 +28,18 @@ from icehouse_server.engine.attention.cpu.softmax import (
     later,
     runs_of,
     shared,
+    weighted,
 )
 from icehouse_server.engine.attention.cpu.thin import ThinPlan, attend_thin
 from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.attention.gather import GatherAttention, causal_rule, row_pages, runs_of_rows
 from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
 
-_LEAST_THIN_SCORES: Final = 6 << 10
-"""Of queries one by one, for each head, from which on their keys are read by NumPy: MLX copies all keys
-first, but is waited for once a pass and not in each layer."""
-_LEAST_THIN_POSITIONS: Final = 1 << 10
-"""The same of one of them, whatever the others have."""
+_LEAST_THIN_SCORES: Final = 2 << 10
+"""Of queries one by one, for all heads, from which on NumPy reads their keys. Fewer are left to MLX, which is
+waited for once a pass and not in each layer: one row of 64 tokens takes 15.4 ms so and 16.5 by NumPy, one of
+300 takes 18.3 either way, four of 64 take 34 and 31, sixteen 72 and 56, sixty-four 201 and 151 (CPU time of a
+pass, 16 layers, 8 heads of 128 numbers; 2-core x86, mlx 0.32.4)."""
 _MOST_THIN_TOKENS: Final = 8
 """Of a row whose queries are taken one by one: guesses, and the ends of prompts."""
 
@@ -81,8 +82,6 @@ class _Plan:
     rows: list[_Row]
     thin_score_count: int
     """Of all queries that may be taken one by one, for one head."""
-    longest: int
-    """Of one of them."""
     thin: ThinPlan | None = None
     """Of these queries, once it is wanted."""
 
@@ -96,6 +95,9 @@ class CpuAttention:
         self._unwritten: list[_Write] = []
         self._plans: collections.deque[_Plan] = collections.deque(maxlen=4)
         self._gather = GatherAttention()
+        self._none = mx.zeros((1,), mx.int32)
+        self._heads: tuple[mx.array, mx.array] | None = None
+        """A pool's array, and its view by heads."""
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         if self._unwritten and self._unwritten[-1].places is not places:
@@ -104,7 +106,8 @@ class CpuAttention:
         if keys.dtype != dtype:
             keys, values = keys.astype(dtype), values.astype(dtype)
         self._unwritten.append(_Write(pool, keys, values, places, layer))
-        pool.order = mx.depends(mx.zeros((1,), mx.int32), [keys, values])
+        if layer == pool.shape.layer_count - 1:  # all others' come before it, in a pass
+            pool.order = mx.depends(self._none, [keys, values])
 
     def write_and_attend(
         self,
@@ -135,10 +138,7 @@ class CpuAttention:
     ) -> mx.array:
         plan = self._plan(places, queries.shape[0], window)
         by_numpy = sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
-        takes_thin = by_numpy and (
-            plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
-            or plan.longest >= _LEAST_THIN_POSITIONS
-        )
+        takes_thin = by_numpy and plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
         found: list[tuple[int, mx.array]] = []
         parts: list[Part] = []
         for row in plan.rows:
@@ -201,13 +201,14 @@ class CpuAttention:
     def _settle(self) -> None:
         """Put what was written into the pool, once it is computed."""
         unwritten, self._unwritten = self._unwritten, []
-        for pool, keys, values, places, layer in unwritten:
-            size = pool.shape.page_token_count
-            pages = places.pages[places.page_starts[places.rows] + places.positions // size]
-            at = places.positions % size
+        where: tuple[Any, Any] = ((), ())
+        places = None
+        for pool, keys, values, now, layer in unwritten:
+            if now is not places:
+                places, where = now, _where(now, pool.shape.page_token_count)
             held = _held(pool.array)
-            held[pages, layer, 0, :, at] = _held(keys)[:, :, 0]
-            held[pages, layer, 1, :, at] = _held(values)[:, :, 0]
+            held[where[0], layer, 0, :, where[1]] = _held(keys)[:, :, 0]
+            held[where[0], layer, 1, :, where[1]] = _held(values)[:, :, 0]
 
     def _plan(self, places: TokenPlaces, token_count: int, window: int | None) -> _Plan:
         for known in self._plans:
@@ -219,7 +220,7 @@ class CpuAttention:
         ]
         most = window or np.iinfo(np.int64).max
         seen = [min(row.begin + 1 + n, most) for row in rows if row.is_thin for n in range(row.count)]
-        found = _Plan(places, token_count, window, rows, sum(seen), max(seen, default=0))
+        found = _Plan(places, token_count, window, rows, sum(seen))
         self._plans.appendleft(found)
         return found
 
@@ -250,17 +251,37 @@ class CpuAttention:
             self._settle()
             new = None
         end = row.begin + row.count if new is None else row.begin
-        low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window) // size * size
-        found: tuple[list[mx.array], list[mx.array]] = ([], [])
-        pages = row_pages(plan.places, row.number)[low // size : -(-end // size)].tolist()
-        for kind, pieces in enumerate(found):
-            for place, page in enumerate(pages):
-                count = min(size, end - low - place * size)
-                pieces.append(pool.array[page : page + 1, layer, kind, :, :count])
-            if new is not None:
-                own = (new.keys, new.values)[kind][row.first : row.last]
-                pieces.append(own.swapaxes(0, 2) if row.count > 1 else own)
-        return *found, low
+        low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window)
+        keys: list[mx.array] = []
+        values: list[mx.array] = []
+        heads, count = self._by_head(pool), pool.shape.kv_head_count
+        pages = row_pages(plan.places, row.number)
+        for place in range(low // size, -(-end // size)):
+            first = (int(pages[place]) * pool.shape.layer_count + layer) * 2 * count
+            own = slice(max(0, low - place * size), min(size, end - place * size))
+            keys.append(heads[:, first : first + count, own])
+            values.append(heads[:, first + count : first + 2 * count, own])
+        if new is not None:
+            for pieces, array in ((keys, new.keys), (values, new.values)):
+                some = array[row.first : row.last] if len(plan.rows) > 1 else array
+                pieces.append(some.swapaxes(0, 2) if row.count > 1 else some)
+        return keys, values, low
+
+    def _by_head(self, pool: Pool) -> mx.array:
+        """Return the pool as [1, heads of all pages and layers, page tokens, head size]. Made once: one that
+        grows has another array."""
+        if self._heads is None or self._heads[0] is not pool.array:
+            size = pool.shape.page_token_count
+            self._heads = pool.array, pool.array.reshape(1, -1, size, pool.shape.head_size)
+            mx.eval(self._heads[1])
+        return self._heads[1]
+
+
+def _where(places: TokenPlaces, page_token_count: int) -> tuple[Any, Any]:
+    """Return the pages of the tokens and their places in these; of one token as numbers, which is faster."""
+    pages = places.pages[places.page_starts[places.rows] + places.positions // page_token_count]
+    at = places.positions % page_token_count
+    return (int(pages[0]), int(at[0])) if len(pages) == 1 else (pages, at)
 
 
 def _held(array: mx.array) -> Array:
@@ -289,13 +310,29 @@ def _by_mlx(
     sinks: mx.array | None,
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
+    own = queries[row.first : row.last] if len(queries) > row.count else queries
+    if row.count == 1 and sinks is None:
+        return _one_by_mlx(own, keys, values, scale=scale)
     k, v = _joined(keys), _joined(values)
-    own = queries[row.first : row.last]
     mask: Any = causal_rule(row.begin - low, row.count, window)
     if row.count > 1:
         own = own.swapaxes(0, 2)
     found = mx.fast.scaled_dot_product_attention(own, k, v, scale=scale, mask=mask, sinks=sinks)
     return found.swapaxes(0, 2) if row.count > 1 else found
+
+
+def _one_by_mlx(
+    query: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], *, scale: float
+) -> mx.array:
+    """Return [1, heads, 1, size] of one query, which sees all of the pieces.
+
+    As MLX's own attention, but for the pieces: to join 80 keys takes longer than all of the rest (60 us of 8
+    heads of 128 numbers; 2-core x86, mlx 0.32.4).
+    """
+    asked = (query * scale).reshape(1, keys[0].shape[1], -1, query.shape[3])
+    products = [asked @ piece.swapaxes(-1, -2) for piece in keys]
+    scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
+    return weighted(mx.softmax(scores, axis=-1, precise=True), values).reshape(query.shape)
 
 
 def _parts(

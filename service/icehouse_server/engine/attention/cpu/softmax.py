@@ -176,15 +176,15 @@ class Part:
                 where = hidden[:, None] if hidden.ndim == 4 else hidden
                 np.copyto(held.reshape(by_head)[..., -hidden.shape[-1] :], HIDDEN, where=where)
             sums = exponentials(held.reshape(-1, position_count))
-        weighted = _weighted(self.scores, self.values)
-        return [(weighted / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)]
+        sums_of_values = weighted(self.scores, self.values)
+        return [(sums_of_values / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)]
 
 
-def _weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:
+def weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:
     """Return the sums of all values by their weights."""
     if len(values) == 1:
         return weights @ values[0]
     cuts = list(itertools.accumulate(piece.shape[2] for piece in values))[:-1]
     parts: Any = mx.split(weights, cuts, axis=-1)
-    weighted: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
-    return functools.reduce(operator.add, weighted)
+    found: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
+    return functools.reduce(operator.add, found)
