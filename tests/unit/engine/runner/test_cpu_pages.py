@@ -1,0 +1,75 @@
+"""Pages on a CPU: rows restored from blocks in RAM are the rows that computed them, and share their pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import Chunk, Drawn
+from icehouse_server.engine.kv.paging import table_of
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.runner import ModelRunner
+
+from tests.fixtures.models import tiny_model_dir
+from tests.unit.engine.runner.test_lending import BLOCK, ON_CPU, PROMPT, WIDE, restore, runner_of
+
+COLD, HIT = SequenceId(1), SequenceId(2)
+
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="other devices have other pages")
+
+
+def prefill(runner: ModelRunner) -> tuple[PlacedBlock, ...]:
+    """Compute the prompt's blocks, keep them, and let the row go on."""
+    runner.open(COLD)
+    blocks = []
+    for start in range(0, len(PROMPT), BLOCK):
+        stop = start + BLOCK
+        runner.run([Chunk(COLD, PROMPT[start:stop])])
+        kept = runner.blocks.cut(COLD, start=start, stop=stop, kinds=[RegionKind.KV])
+        blocks.append(PlacedBlock(start, BLOCK, kept))
+    return tuple(blocks)
+
+
+def decode(runner: ModelRunner, name: SequenceId) -> list[Drawn]:
+    row = DecodeRow(SamplingParams(), prompt_token_ids=tuple(PROMPT), logprobs=LogprobsWanted(top_count=3))
+    found = list(runner.run([Chunk(name, [12], row=row)]).drawn)
+    for _ in range(6):
+        found += runner.run([]).drawn
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_from_ram_is_bit_for_bit_the_one_that_computed_it(tmp_path: Path, dtype: str) -> None:
+    runner = runner_of(tiny_model_dir(tmp_path, "llama", dtype=dtype, **WIDE), attention=Attention.PAGES)
+    blocks = prefill(runner)
+    cold = decode(runner, COLD)
+    held = [cache.held().tensors for cache in runner.caches(COLD)]
+    mx.eval(held)
+    runner.release([COLD])
+    restore(runner, HIT, blocks)
+    hit = decode(runner, HIT)
+    assert [(each.token_id, each.logprobs) for each in hit] == [
+        (each.token_id, each.logprobs) for each in cold
+    ]
+    again = [cache.held().tensors for cache in runner.caches(HIT)]
+    for before, after in zip(held, again, strict=True):
+        for (_, wanted), (_, array) in zip(before, after, strict=True):
+            assert mx.array_equal(array, wanted).item()
+
+
+def test_rows_from_ram_share_the_pages_of_the_blocks(tmp_path: Path) -> None:
+    runner = runner_of(tiny_model_dir(tmp_path, "llama", **WIDE), attention=Attention.PAGES)
+    blocks = prefill(runner)
+    names = [SequenceId(number) for number in (2, 3, 4)]
+    for name in names:
+        restore(runner, name, blocks)
+    tables = [table_of(runner.caches(name)).runs[0] for name in (COLD, *names)]
+    assert all(each.numbers == tables[0].numbers for each in tables)
+    assert len(tables[0].numbers) == len(PROMPT) // BLOCK, "a page is a block"
