@@ -41,6 +41,7 @@ ROOMS = (
     "engine.prefix_cache",
     "engine.attention",
     "engine.attention.gpu",
+    "engine.attention.cpu",
     "engine.kv_cache",
     "engine.kv",
     "engine.sampling",
