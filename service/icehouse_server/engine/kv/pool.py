@@ -17,6 +17,7 @@ from typing import Final
 import mlx.core as mx
 import numpy as np
 
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.port import Ints, PoolShape
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv_cache.load_target import uninitialised
@@ -42,9 +43,9 @@ class Page:
 class PagePool:
     """Pages of one geometry.
 
-    A GPU's pool is made at once, of all that KV may take: one that grows is copied, old and new being there
-    together, so that it could never pass half of the memory. The memory guard lets nobody in who would not
-    fit. Elsewhere it begins small and doubles.
+    It is made at once, of all that KV may take: one that grows is copied, old and new being there together,
+    so that it could never pass half of the memory. The memory guard lets nobody in who would not fit. Where
+    that is not known it begins small and doubles.
     """
 
     def __init__(self, shape: PoolShape, *, passes: PassClock, size_bytes: int = 0) -> None:
@@ -102,7 +103,7 @@ class PagePool:
         )
 
     def _made(self, page_count: int) -> mx.array:
-        """Return new pages. Metal's memory is the system's, which gives what is written to and no more."""
+        """Return new pages. Host memory is given where it is written to and no more, Metal's too."""
         kind = self.shape
         shape = (
             page_count,
@@ -112,9 +113,9 @@ class PagePool:
             kind.page_token_count,
             kind.head_size,
         )
-        return (
-            uninitialised(shape, dtype=kind.dtype) if mx.metal.is_available() else mx.zeros(shape, kind.dtype)
-        )
+        if find_backend() is Backend.CUDA:
+            return mx.zeros(shape, kind.dtype)
+        return uninitialised(shape, dtype=kind.dtype)
 
 
 def numbers_of(pages: Iterable[Page]) -> Ints:

@@ -7,6 +7,7 @@ buffers 1.1 s (2-core x86, mlx 0.32.4). Without a bound a long prompt's buffers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import mlx.core as mx
@@ -40,14 +41,22 @@ class FreedBuffers:
         self._memory_limit_bytes = 0
         self._other_bytes = 0
         """What the process has besides arrays."""
+        self._unused_bytes: Callable[[], int] = lambda: 0
         self._left_bytes = 0
         """What the heap kept when it was last asked for all that is free."""
 
-    def bound(self, kv_bytes_per_token: int, *, memory_limit_bytes: int) -> None:
+    def bound(
+        self,
+        kv_bytes_per_token: int,
+        *,
+        memory_limit_bytes: int,
+        unused_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Keep as many as a model with such KV has use for, and as what may be used has room for.
 
-        `memory_limit_bytes` 0 is not known.
+        `memory_limit_bytes` 0 is not known. `unused_bytes` tells what arrays have and nobody has written to.
         """
+        self._unused_bytes = unused_bytes
         self._memory_limit_bytes = memory_limit_bytes
         most = int(_SHARE * memory_limit_bytes) or _MOST_BYTES_UNKNOWN
         self._limit_bytes = min(most, max(_MIN_BYTES, _TOKENS * kv_bytes_per_token))
@@ -67,7 +76,7 @@ class FreedBuffers:
         """
         limit_bytes = self._limit_bytes
         if self._memory_limit_bytes:
-            limit_bytes = min(limit_bytes, max(0, self._memory_limit_bytes - mx.get_active_memory()))
+            limit_bytes = min(limit_bytes, max(0, self._memory_limit_bytes - self._used_bytes()))
         if self._limit_bytes and heap.is_kept():
             self._empty_heap(limit_bytes)
         elif self._limit_bytes and mx.get_cache_memory() > _FULL * limit_bytes:
@@ -83,4 +92,7 @@ class FreedBuffers:
 
     def _free_bytes(self) -> int:
         """Return what the heap has that no array is in."""
-        return heap.resident_bytes() - mx.get_active_memory() - self._other_bytes
+        return heap.resident_bytes() - self._used_bytes() - self._other_bytes
+
+    def _used_bytes(self) -> int:
+        return mx.get_active_memory() - self._unused_bytes()

@@ -171,7 +171,11 @@ class ModelRunner:
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._pipeline.forwards[adapter.name].paging = self._paging
             self._warm_up(adapter.name)
-        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
+        self._freed.bound(
+            kv_bytes_per_token,
+            memory_limit_bytes=self._settings.memory_limit_bytes,
+            unused_bytes=lambda: 0 if self._paging is None else self._paging.free_bytes,
+        )
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         if self._settings.warms_every_draw:
@@ -398,7 +402,7 @@ class ModelRunner:
             _log.info("pages_unused", extra={"detail": why})
             return
         sizes = [0] * len(facts)
-        if self._settings.is_pipelined and is_proved:
+        if is_proved:  # plain MLX may copy the pool
             left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
             sizes = pool_sizes(facts, size_bytes=int(_POOL_SHARE * left_bytes))
         self._paging = Paging(

@@ -240,6 +240,7 @@ def test_moves_pages(geometry: Geometry) -> None:
     attention.fill_pages(pool, content, ints([9, 0, 6]))
     wanted[[9, 0, 6]] = numbers(content)
     read = attention.read_pages(pool, ints([6, 9]))
+    mx.eval(read)
     assert np.array_equal(numbers(pool.array), wanted)
     attention.fill_pages(pool, content, ints([6, 9, 1]))
     assert np.array_equal(numbers(read), wanted[[6, 9]]), "what was read is a copy"
