@@ -186,7 +186,8 @@ class CpuAttention:
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._settle()
         held = _held(pool.array)
-        held[targets] = held[sources]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            held[target] = held[source]  # all at once would be copied twice
 
     def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
         self._settle()
