@@ -35,28 +35,22 @@ build would keep those that came first for good, and let go of all that is freed
 class FreedBuffers:
     """Bounds them, for the inference thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`unused_bytes` tells what arrays have and nobody has written to."""
+        self._unused_bytes = unused_bytes
         self._limit_bytes = 0
         """0 before it is known how much KV a token has."""
         self._memory_limit_bytes = 0
         self._other_bytes = 0
         """What the process has besides arrays."""
-        self._unused_bytes: Callable[[], int] = lambda: 0
         self._left_bytes = 0
         """What the heap kept when it was last asked for all that is free."""
 
-    def bound(
-        self,
-        kv_bytes_per_token: int,
-        *,
-        memory_limit_bytes: int,
-        unused_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def bound(self, kv_bytes_per_token: int, *, memory_limit_bytes: int) -> None:
         """Keep as many as a model with such KV has use for, and as what may be used has room for.
 
-        `memory_limit_bytes` 0 is not known. `unused_bytes` tells what arrays have and nobody has written to.
+        `memory_limit_bytes` 0 is not known.
         """
-        self._unused_bytes = unused_bytes
         self._memory_limit_bytes = memory_limit_bytes
         most = int(_SHARE * memory_limit_bytes) or _MOST_BYTES_UNKNOWN
         self._limit_bytes = min(most, max(_MIN_BYTES, _TOKENS * kv_bytes_per_token))

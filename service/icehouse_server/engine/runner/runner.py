@@ -125,7 +125,7 @@ class ModelRunner:
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
         self._growth = KvGrowth()
-        self._freed = FreedBuffers()
+        self._freed = FreedBuffers(lambda: 0 if self._paging is None else self._paging.free_bytes)
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
         self._paging: Paging | None = None
@@ -171,11 +171,7 @@ class ModelRunner:
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
             self._pipeline.forwards[adapter.name].paging = self._paging
             self._warm_up(adapter.name)
-        self._freed.bound(
-            kv_bytes_per_token,
-            memory_limit_bytes=self._settings.memory_limit_bytes,
-            unused_bytes=lambda: 0 if self._paging is None else self._paging.free_bytes,
-        )
+        self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         if self._settings.warms_every_draw:
