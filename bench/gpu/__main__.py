@@ -14,6 +14,7 @@ import gc
 import math
 import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from bench.gpu.passes import describe, read_passes
 from bench.gpu.shapes import SHAPES, make_shape
 from bench.gpu.targets import targets
 from bench.report import OUT, console, setting, write_json
+from bench.server_process import child_environment
 
 EXACT_CASE = "exact"
 CASES = (*ORDER, EXACT_CASE)
@@ -117,9 +119,23 @@ def _setup(arguments: argparse.Namespace, scratch: Path, log_file: Path) -> Setu
         dtype="float32" if runs_on_cpu() and find_openblas() else "",
         scratch=scratch,
         log_file=log_file,
-        flags=tuple(shlex.split(arguments.serve_flags)),
+        flags=(*_memory_flags(), *shlex.split(arguments.serve_flags)),
         scale=arguments.scale,
     )
+
+
+def _memory_flags() -> tuple[str, ...]:
+    """Return flags that leave a GPU's other half to the engine beside the server; asked in a process of its
+    own, since who asks holds memory there."""
+    asks = (
+        "from icehouse_server.device import find_device; device = find_device(); "
+        "print(device.is_gpu * (device.memory_bytes or 0))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", asks], env=child_environment(), check=True, capture_output=True, text=True
+    )
+    memory_bytes = int(told.stdout)
+    return ("--memory-limit-bytes", str(memory_bytes // 2)) if memory_bytes else ()
 
 
 def _compare(setup: Setup, cases: Sequence[str], run: Run, arguments: argparse.Namespace) -> None:
