@@ -65,7 +65,7 @@ class PressedRunner(ModelRunner):
     ) -> PassResult:
         self._step += not chunks
         self._is_full = not chunks and self._step in _PRESSED_STEPS
-        return super().run(chunks, before_wait=before_wait)
+        return super().run(chunks, before_wait=before_wait, reads_at_once=reads_at_once)
 
     def release(self, sequence_ids: Any) -> None:
         self._is_full = False
