@@ -29,7 +29,8 @@ freed = FreedBuffers()
 freed.bound(128 << 10, memory_limit_bytes=3200 * MIB)  # an eighth may be kept
 found = {"first": faults([40] * 6)}
 freed.keep_room()
-found["of other sizes"] = faults([35, 45, 30, 50, 10])
+# MLX keeps one of them, in the middle perhaps; these fit on either side of it.
+found["of other sizes"] = faults([35, 25, 30, 10])
 freed.keep_room()
 kept = heap.resident_bytes()
 faults([50] * 10)
