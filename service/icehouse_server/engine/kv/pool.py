@@ -77,6 +77,8 @@ class PagePool:
         """Return pages that nobody has; what they hold is anything. The pool grows where it must."""
         self._collect()
         if len(self._free) < count:
+            self._wait_for_freed()
+        if len(self._free) < count:
             self._grow(count - len(self._free))
         taken = self._free[len(self._free) - count :] if count else []
         del self._free[len(self._free) - len(taken) :]
@@ -87,6 +89,14 @@ class PagePool:
             self._waiting.append((self._passes.dispatched, self._freed.popleft()))
         while self._waiting and self._waiting[0][0] <= self._passes.ended:
             self._free.append(self._waiting.popleft()[1])
+
+    def _wait_for_freed(self) -> None:
+        """Have pages that passes before the last one may still read: their end is waited for, which is rare
+        and short, where a pool that grows is copied. The last pass may be one that is being built."""
+        if self._waiting and self._waiting[0][0] < self._passes.dispatched:
+            mx.synchronize()
+            while self._waiting and self._waiting[0][0] < self._passes.dispatched:
+                self._free.append(self._waiting.popleft()[1])
 
     def _grow(self, least_count: int) -> None:
         """Have at least so many pages more: twice as many as now."""

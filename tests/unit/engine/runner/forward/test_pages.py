@@ -112,6 +112,24 @@ def test_a_page_is_handed_out_again_only_when_the_pass_that_may_read_it_has_ende
     assert [other.number for other in pool.take(1)] == [freed]
 
 
+def test_a_full_pool_waits_for_pages_of_earlier_passes_before_it_grows() -> None:
+    clock = PassClock()
+    model = build("llama")
+    paging = paging_of(model, ForwardPass(model, examine(model)), clock)
+    assert paging is not None
+    pool = paging.groups[0].pool
+    before = pool.page_count
+    clock.dispatch()
+    held = pool.take(before)
+    del held[:2]
+    pool.take(0)
+    clock.dispatch()
+    held += pool.take(2)
+    assert pool.page_count == before
+    held += pool.take(1)
+    assert pool.page_count > before
+
+
 def test_a_window_lets_go_of_pages_that_it_has_left_behind() -> None:
     model = build("gemma3_text")
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
