@@ -74,7 +74,7 @@ class Answer:
     usage_cache: CacheReport
 
 
-ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.ROWS.value))
+ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.AUTO.value))
 """How rows keep KV where a test does not say: `make test-pages` runs all that is here over pages."""
 
 

@@ -9,13 +9,12 @@ from typing import Final
 
 import mlx.core as mx
 
-from icehouse_server.device import Backend, find_backend
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of, is_list
 
 PAGE_TOKEN_COUNT: Final = 64
-"""Tokens of a page at most, on a GPU. A row wastes less than so many."""
+"""Tokens of a page at most. A row wastes less than so many."""
 _WINDOW_ROWS: Final = 256
 _PASS_TOKENS: Final = 8192
 """What pools of windows have room for at once: these rows, and so many tokens more that a pass brings. A pool
@@ -33,10 +32,7 @@ class GroupFacts:
 
 
 def page_token_count_for(block_token_count: int) -> int:
-    """Return how many tokens a page has on this device, where blocks have so many: all of them on a CPU,
-    where each page that is read costs a call."""
-    if find_backend() is Backend.CPU:
-        return block_token_count
+    """Return how many tokens a page has where blocks have so many: a divisor of these."""
     return math.gcd(PAGE_TOKEN_COUNT, block_token_count)
 
 

@@ -383,7 +383,7 @@ class ModelRunner:
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
         wanted = self._settings.attention
-        if wanted is not Attention.PAGES and not (wanted is Attention.AUTO and self._settings.is_pipelined):
+        if wanted not in (Attention.PAGES, Attention.AUTO):
             return
         head_count = model_loader.shape_of(loaded).head_count
         has_sinks = model_loader.has_sinks(loaded.model)
