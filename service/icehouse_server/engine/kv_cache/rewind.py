@@ -45,7 +45,7 @@ def _forked(cache: Cache) -> Cache:
     if is_list(cache):
         fork.caches = type(cache.caches)(_forked(part) for part in cache.caches)
         return fork
-    for name, value in vars(cache).items():
+    for name, value in getattr(cache, "__dict__", {}).items():  # those of pages have none: their table counts
         if isinstance(value, list):  # the slots of a state
             setattr(fork, name, list(value))
     return fork

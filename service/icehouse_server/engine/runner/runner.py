@@ -416,7 +416,7 @@ class ModelRunner:
             is_bounded=bool(sum(sizes)),
         )
         self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)
-        self._facts = dataclasses.replace(self._facts, takes_slab=False, layer_count=0)
+        self._facts = dataclasses.replace(self._facts, takes_slab=False)
         self._pipeline.is_paged = True
         self._pipeline.forwards[NO_ADAPTER].paging = self._paging
         self.blocks.page(self._paging, growth=self._growth)

@@ -140,6 +140,8 @@ class ForwardPass:
         spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
         columns = [(cache,) for cache in chunk.caches]
         views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
+        if self.paging is not None:
+            _put_pages(self.paging, spans, views)
         token_ids = mx.array(list(chunk.token_ids))[:, None]
         PASS_ANGLES.begin(spans.positions)
         try:
