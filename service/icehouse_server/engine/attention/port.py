@@ -44,6 +44,8 @@ class Pool(Protocol):
     """[pages, layers, 2, KV heads, page tokens, head size], contiguous."""
     order: mx.array
     """int32 [1], always 0: the output of the latest write."""
+    view: mx.array | None
+    """The array in a shape that its backend has use for, until there is another array."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

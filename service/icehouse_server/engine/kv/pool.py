@@ -58,6 +58,7 @@ class PagePool:
         self._free: list[int] = []
         self.array = self._made(0)
         self.order = mx.zeros((1,), mx.int32)
+        self.view: mx.array | None = None
         self._grow(max(_LEAST_PAGES, size_bytes // shape.page_bytes))
 
     @property
@@ -84,6 +85,12 @@ class PagePool:
         del self._free[len(self._free) - len(taken) :]
         return [Page(number, self._freed) for number in taken]
 
+    def close(self) -> None:
+        """Let go of the memory, whoever may still refer to pages. Nothing is to be read or written any more."""
+        self.array, self.view = self._made(0), None
+        self._free.clear()
+        self._waiting.clear()
+
     def _collect(self) -> None:
         while self._freed:
             self._waiting.append((self._passes.dispatched, self._freed.popleft()))
@@ -106,6 +113,7 @@ class PagePool:
         mx.eval(self.order, self.array)
         self.array = mx.concatenate([self.array, self._made(added)]) if before else self._made(added)
         mx.eval(self.array)
+        self.view = None
         self._free[:0] = range(before + added - 1, before - 1, -1)
         _log.info(
             "page_pool_grown",

@@ -268,6 +268,8 @@ class ModelRunner:
         self._sequences.clear()
         self.blocks.clear()
         self._pipeline.clear()
+        for group in self._paging.groups if self._paging is not None else ():
+            group.pool.close()
         self._paging = None
         self._model = self._images = None
         mx.clear_cache()

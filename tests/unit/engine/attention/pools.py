@@ -20,6 +20,7 @@ class RandomPool:
     shape: PoolShape
     array: mx.array
     order: mx.array
+    view: mx.array | None = None
 
     @classmethod
     def of(cls, shape: PoolShape, *, page_count: int, seed: int = 0) -> RandomPool:

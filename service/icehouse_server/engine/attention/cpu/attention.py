@@ -96,8 +96,6 @@ class CpuAttention:
         self._plans: collections.deque[_Plan] = collections.deque(maxlen=4)
         self._gather = GatherAttention()
         self._none = mx.zeros((1,), mx.int32)
-        self._heads: tuple[mx.array, mx.array] | None = None
-        """A pool's array, and its view by heads."""
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         if self._unwritten and self._unwritten[-1].places is not places:
@@ -269,11 +267,10 @@ class CpuAttention:
     def _by_head(self, pool: Pool) -> mx.array:
         """Return the pool as [1, heads of all pages and layers, page tokens, head size]. Made once: one that
         grows has another array."""
-        if self._heads is None or self._heads[0] is not pool.array:
-            size = pool.shape.page_token_count
-            self._heads = pool.array, pool.array.reshape(1, -1, size, pool.shape.head_size)
-            mx.eval(self._heads[1])
-        return self._heads[1]
+        if pool.view is None:
+            pool.view = pool.array.reshape(1, -1, pool.shape.page_token_count, pool.shape.head_size)
+            mx.eval(pool.view)
+        return pool.view
 
 
 def _where(places: TokenPlaces, page_token_count: int) -> tuple[Any, Any]:
@@ -310,7 +307,8 @@ def _by_mlx(
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
-    if row.count == 1 and sinks is None:
+    # In 16 bits a token gets the same from a pass of its own as from a chunk: other roundings are other words.
+    if row.count == 1 and sinks is None and queries.dtype == mx.float32:
         return _one_by_mlx(own, keys, values, scale=scale)
     k, v = _joined(keys), _joined(values)
     mask: Any = causal_rule(row.begin - low, row.count, window)

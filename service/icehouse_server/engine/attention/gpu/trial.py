@@ -35,6 +35,7 @@ class _TrialPool:
     shape: PoolShape
     array: mx.array
     order: mx.array
+    view: mx.array | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
