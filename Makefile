@@ -44,7 +44,7 @@ $(STAMP): $(PACKAGES) constraints.txt
 	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) -c constraints.txt --no-deps mlx-vlm)
 	@touch $@
 
-demo: $(STAMP) ## Watch a real model answer over gRPC: makes the model once, starts a server, asks, streams, stops.
+demo: $(STAMP) ## Watch a real model answer over gRPC: make the model once, start a server, ask, stream, stop.
 	@$(BIN)/icehouse demo
 
 fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conversations go on (ARGS="--stay").
@@ -59,7 +59,7 @@ test test-slow test-processors test-fleet test-docs test-clients: export PYTHOND
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on two cores.
+test-slow: $(STAMP) ## Run the long tests, with many seeds and many kill -9: an hour on two cores.
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
 
 test-processors: $(STAMP) # Run the tests that compute as on other processors: half an hour each (PROCESSORS="Haswell Zen" chooses).
@@ -72,10 +72,10 @@ test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's 
 test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
 	@$(BIN)/python -m pytest -q -m docs tests/system/docs $(ARGS)
 
-test-clients: $(STAMP) ## Run each client's tests and scenarios, where its tool chain is here (ARGS="go" narrows it).
+test-clients: $(STAMP) ## Run the tests and scenarios of each client whose tool chain is installed (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
 
-check: lint types proto fresh $(if $(TESTED),,test) ## Everything CI checks: format, lint, types, protos, generated code, tests.
+check: lint types proto fresh $(if $(TESTED),,test) ## Check what CI checks: format, lint, types, protos, generated code, tests.
 
 lint: $(STAMP) # Format and lint, changing nothing.
 	@$(BIN)/ruff format --check .
@@ -93,11 +93,11 @@ fresh: $(STAMP) # Are gen/ and docs/ what protos/ and the code say, and is the v
 	@$(BIN)/python protos/generate.py --check
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py --check
 
-gen: $(STAMP) ## Write gen/ from protos/, and what pages of docs/ take from the code.
+gen: $(STAMP) ## Generate gen/ from protos/, and the pages of docs/ that come from the code.
 	@$(BIN)/python protos/generate.py
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py
 
-fmt: $(STAMP) ## Format the code and mend what ruff can mend.
+fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
@@ -130,7 +130,7 @@ MODULE_storage := storage_bench
 MODULE_fleet := fleet.measure
 MODULE_growth := fleet.growth
 
-bench: $(STAMP) ## What callers wait for, server against the engine; CASE= names another bench, of those in the Makefile.
+bench: $(STAMP) ## Measure what callers wait for, against mlx-lm's engine; CASE=step and others: see the Makefile.
 	@$(if $(filter $(CASES),$(CASE)),,echo "there is no bench $(CASE); CASE is one of: $(CASES)"; exit 1)
 	$(if $(filter vision,$(CASE)),-@$(MAKE) --silent build/mlx-vlm-server/.stamp)
 	@$(BIN)/python -m bench.$(or $(MODULE_$(CASE)),$(CASE)) $(ARGS)
@@ -140,10 +140,10 @@ build/mlx-vlm-server/.stamp: .ci/mlx-vlm-server-requirements.txt $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
-soak: $(STAMP) ## 256 streams for an hour: memory and open files must stay flat (ARGS="--seconds 600", "--hangs": with a disk that hangs now and then).
+soak: $(STAMP) ## Keep 256 streams open for an hour: memory and open files must stay flat (ARGS="--seconds 600", "--hangs").
 	@$(BIN)/python -m bench.soak $(ARGS)
 
-fuzz: $(STAMP) ## Mutated requests over every RPC against a real server (ARGS="--requests 1000000 --seed 2", "--images").
+fuzz: $(STAMP) ## Send mutated requests over every RPC to a real server (ARGS="--requests 1000000 --seed 2", "--images").
 	@$(BIN)/python -m tests.system.fuzz $(ARGS)
 
 smoke: $(STAMP) # The pages' grpcurl lines and bad inputs against a live server (needs grpcurl).
@@ -166,12 +166,12 @@ build/docs/.stamp: .ci/docs-requirements.txt
 packages: $(STAMP) # Build the three distributions; install and remove them in every order.
 	@$(BIN)/python .ci/packages.py
 
-release: $(STAMP) build/audit/.stamp ## Build all that a release gives out, with bills of materials and sums, in dist/ (docs/releases.md).
+release: $(STAMP) build/audit/.stamp ## Build a release with bills of materials and checksums in dist/ (docs/releases.md).
 	@$(BIN)/python -m release.build --tools build/audit/venv/bin/python $(ARGS)
 
-audit: $(STAMP) build/audit/.stamp ## Known vulnerabilities of what is installed, and build/audit/sbom.json, a CycloneDX bill of materials.
+audit: $(STAMP) build/audit/.stamp ## Look up known vulnerabilities of installed packages, and write build/audit/sbom.json (CycloneDX).
 	@build/audit/venv/bin/python .ci/audit.py --python $(BIN)/python --sbom build/audit/sbom.json
 
-clean: ## Remove what make made here; the model and the cache in the user's cache directory stay.
+clean: ## Remove what make built here; the model and the cache in your cache directory stay.
 	@rm -rf $(VENV) build dist service/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
