@@ -1,11 +1,12 @@
 """Benchmarks that print ratios within one run and draw plots into `bench/out/`; never part of the tests.
 
 `throughput` (make bench): what callers wait for, server against the engine in process (`cases`).
-`gpu` (make bench-gpu): the same on a GPU, with models of real shapes.
-`step` (make bench-step): the host's time of a pass; `step.profile` (make bench-profile): where a step's goes.
-`lone` (make bench-lone): cold time to first token of a lone prompt, beside the engine.
-`cache` (make bench-cache): the prefix cache cold, from RAM, and from SSD after a restart.
-`load` (make bench-load): latency of a server that is kept busy for a while.
+`gpu` (make bench CASE=gpu): the same on a GPU, with models of real shapes.
+`step` (make bench CASE=step): the host's time of a pass.
+`step.profile` (make bench CASE=profile): where one step's time goes.
+`lone` (make bench CASE=lone): cold time to first token of a lone prompt, beside the engine.
+`cache` (make bench CASE=cache): the prefix cache cold, from RAM, and from SSD after a restart.
+`load` (make bench CASE=load): latency of a server that is kept busy for a while.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`make bench-attacks`: what one hostile tenant does to another one's short request, attack by attack.
+"""`make bench CASE=attacks`: what one hostile tenant does to another one's short request, attack by attack.
 
 A gateway's worker with default settings and three tokens: a hostile tenant's, another tenant's, an operator's
 who reads the counters. For each attack the other tenant streams a short answer over and over, first while

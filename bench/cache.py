@@ -1,4 +1,4 @@
-"""`make bench-cache`: what the prefix cache saves and what it costs, as ratios of one run.
+"""`make bench CASE=cache`: what the prefix cache saves and what it costs, as ratios of one run.
 
 TTFT cold, from RAM and from SSD after a restart, side by side with mlx-lm's own server; inter-token times
 beside spilling and restoring neighbours; bytes on disk of conversations that share a prefix. The model
@@ -38,7 +38,7 @@ PROMPT_TOKEN_COUNT = 1000
 
 def main() -> None:
     """Measure, print the tables, write bench/out/cache.json and .png."""
-    parser = argparse.ArgumentParser(prog="make bench-cache", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=cache", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of each")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, help="measured rounds")

@@ -1,6 +1,6 @@
 """Attacks of one hostile caller: ordinary calls, with or without credentials, at their worst.
 
-Each goes on until it is cancelled and checks nothing; `make bench-attacks` measures what another tenant
+Each goes on until it is cancelled and checks nothing; `make bench CASE=attacks` measures what another tenant
 notices of it, and `tests/system/load/test_hostile.py` runs them for a moment.
 """
 

@@ -1,5 +1,5 @@
-"""`make bench-telemetry ARGS=--events`: times between tokens with subscribers of KV events and without, as
-ratios of one run.
+"""`make bench CASE=telemetry ARGS=--events`: times between tokens with subscribers of KV events and without,
+as ratios of one run.
 
 Four servers stay loaded: two that nobody has subscribed to, which shows how far two equal ones differ; one
 with a subscriber that reads; one with such a one and some that take not a byte. Only one of them works at a

@@ -1,4 +1,4 @@
-"""`make bench-load`: open-loop load at rising rates, our server beside mlx-lm's under the same arrivals.
+"""`make bench CASE=load`: open-loop load at rising rates, our server beside mlx-lm's under the same arrivals.
 
 Poisson arrivals of short prompts, long prompts and questions about shared pages; latency percentiles and
 goodput (replies per second within the objective) at each offered load, up to where mlx-lm's p95 TTFT passes
@@ -60,7 +60,7 @@ QUICK = Sweep(first_rate_per_s=1.0, rate_factor=2.5, duration_s=10.0, point_limi
 
 def main() -> None:
     """Load both servers, print tables and verdicts, write bench/out/load.json and .png."""
-    parser = argparse.ArgumentParser(prog="make bench-load", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=load", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few loads, seconds each; under three minutes")
     parser.add_argument("--only", choices=[part.value for part in Part], help="measure this part alone")
     parser.add_argument("--long-tokens", type=int, help="tokens of the one long prompt")

@@ -1,4 +1,4 @@
-"""`make bench-lone`: cold time to first token of a lone prompt, the server against the engine in process.
+"""`make bench CASE=lone`: cold time to first token of a lone prompt, the server against the engine.
 
 Each round starts a server of its own, whose first request is five tokens long, as a probe's is: what the
 server learns from it must not slow down those that follow. Then prompts of rising length, cache on, cache
@@ -79,7 +79,7 @@ class Measured:
 
 def main() -> None:
     """Measure, print the tables, write bench/out/lone.json."""
-    parser = argparse.ArgumentParser(prog="make bench-lone", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=lone", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds without the longest prompt")
     parser.add_argument("--model", default="random", help="random, or as for icehouse serve")
     parser.add_argument("--rounds", type=int, help="measured rounds")

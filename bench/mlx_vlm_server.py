@@ -1,7 +1,7 @@
 """mlx-vlm's own HTTP server as a child process, for side-by-side numbers on the same model and pictures.
 
-It asks for packages that nothing else here needs (FastAPI and more): `make bench-vision` puts them into a
-folder of their own, which is put in front of this process's packages for that child alone.
+It asks for packages that nothing else here needs (FastAPI and more). `make bench CASE=vision` puts them into
+a folder of their own, which is put in front of this process's packages for that child alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from icehouse_server.bootstrap.preload import preload_environment
 from bench.server_process import ROOT, child_environment, free_port
 
 PACKAGES_FOLDER = ROOT / "build" / "mlx-vlm-server"
-"""What .ci/mlx-vlm-server-requirements.txt lists, where `make bench-vision` has put it."""
+"""What .ci/mlx-vlm-server-requirements.txt lists, where `make bench CASE=vision` has put it."""
 
 _MODULES = ("fastapi", "uvicorn", "multipart", "websockets", "mlx_audio", "miniaudio")
 _POLL_S = 0.2

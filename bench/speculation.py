@@ -1,4 +1,4 @@
-"""`make bench-speculation`: decode throughput with speculation against without, as ratios of one run.
+"""`make bench CASE=speculation`: decode throughput with speculation against without, as ratios of one run.
 
 One server stays loaded. In each round the same clients ask for the same texts plainly and with speculation;
 the order turns from round to round, and a first round is thrown away. Two kinds of text: one quotes its
@@ -63,7 +63,7 @@ class Rates:
 
 def main() -> None:
     """Measure, print the tables, write bench/out/speculation.json."""
-    parser = argparse.ArgumentParser(prog="make bench-speculation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=speculation", description=__doc__)
     parser.add_argument("--model", default="demo-gemma", help="random, or as for icehouse serve")
     parser.add_argument("--draft-model", default="", help="guess with this model; `same` for the served one")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])

@@ -1,4 +1,4 @@
-"""`make bench-startup`: from the start of the process until the health service says SERVING.
+"""`make bench CASE=startup`: from the start of the process until the health service says SERVING.
 
 The wall clock of `icehouse serve` with a tiny model, and of a baseline command beside it when one is named
 (`--baseline "/old/.venv/bin/icehouse"`): rounds alternate, so that a slow minute hits both. Each server has
@@ -42,7 +42,7 @@ _OWN, _BASELINE = "this tree", "baseline"
 
 def main() -> None:
     """Measure, print the table, write bench/out/startup.json; exit with 1 when the target is missed."""
-    parser = argparse.ArgumentParser(prog="make bench-startup", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each side")
     parser.add_argument("--architecture", default="llama", help="of the model zoo in tests/fixtures/models")
     parser.add_argument("--baseline", help="the command to compare with, up to and without `serve`")

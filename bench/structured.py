@@ -1,4 +1,4 @@
-"""`make bench-structured`: decode throughput with a response format against without, as ratios of one run.
+"""`make bench CASE=structured`: decode throughput with a response format against without, as ratios.
 
 One server stays loaded. In each round the same clients ask for free text, for JSON of a schema, and half
 of them for each; the order turns from round to round, and a first round is thrown away. Every reply has
@@ -61,7 +61,7 @@ SCHEMA = {
 
 def main() -> None:
     """Measure, print the tables, write bench/out/structured.json."""
-    parser = argparse.ArgumentParser(prog="make bench-structured", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=structured", description=__doc__)
     parser.add_argument("--model", default="demo-gemma", help="random, or as for icehouse serve")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")

@@ -1,4 +1,4 @@
-"""`make bench-telemetry`: the same load with everything that watches on and off, as ratios of one run.
+"""`make bench CASE=telemetry`: the same load with everything that watches on and off, as ratios of one run.
 
 Two servers stay loaded, one without access log, metrics, traces and load reports, one with all of them:
 each call's spans go to a collector in this process, and its endpoint is scraped once in every round. Only
@@ -80,7 +80,7 @@ class Collector:
 
 def main() -> None:
     """Measure, print the tables, write bench/out/telemetry.json."""
-    parser = argparse.ArgumentParser(prog="make bench-telemetry", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=telemetry", description=__doc__)
     parser.add_argument("--model", default="random", help="random, or as for icehouse serve")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds")

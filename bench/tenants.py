@@ -1,4 +1,4 @@
-"""`make bench-tenants`: can one tenant tell from the time whether another one's prompt is cached?
+"""`make bench CASE=tenants`: can one tenant tell from the time whether another one's prompt is cached?
 
 In each round one tenant asks a new prompt twice, cold and from RAM. Then another tenant asks the same
 prompt, and one that nobody has asked before, in an order drawn by lot. The first pair shows that there is
@@ -39,7 +39,7 @@ FLAGS = ("--no-ssd",)
 
 def main() -> None:
     """Measure, print the tables, write bench/out/tenants.json."""
-    parser = argparse.ArgumentParser(prog="make bench-tenants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=tenants", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of a prompt")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`make bench-vision`: a conversation about one picture, and what new pictures do to others' decode.
+"""`make bench CASE=vision`: a conversation about one picture, and what new pictures do to others' decode.
 
 TTFT cold, from RAM, of the next turn, and from SSD after a restart, beside mlx-vlm's own server at its
 defaults and with its prefix cache on: 256 image tokens and some 700 of text, of a random Qwen2.5-VL. Then
@@ -47,7 +47,7 @@ PARTS = ("ttft", "beside")
 
 def main() -> None:
     """Measure, print the tables, write bench/out/vision.json."""
-    parser = argparse.ArgumentParser(prog="make bench-vision", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=vision", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of each, and a short one")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--beside", action="store_true", help="the same as --parts beside")

@@ -94,7 +94,7 @@ def peers_of(model_path: Path, scratch: Path, log_file: Path) -> list[Peer]:
     if missing:
         console.print(
             f"mlx-vlm's server is not measured, only its generation in a process: {', '.join(missing)} "
-            "not here; `make bench-vision` installs them"
+            "not here; `make bench CASE=vision` installs them"
         )
         return [MlxVlmProcess(model_path=model_path, log_file=log_file)]
     return [

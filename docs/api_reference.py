@@ -49,7 +49,7 @@ class Reference:
         return {"index.md": self._index(), **{_page_name(file): self._page(file) for file in self._files}}
 
     def _index(self) -> str:
-        lines = ["# API reference", "", _NOTE, "", _HOW_TO_READ, ""]
+        lines = ["# API reference", "", _HOW_TO_READ, ""]
         for file in self._files:
             for service in file.service:
                 lines += [f"## {service.name}", "", "| method | what it does |", "|---|---|"]
@@ -61,18 +61,14 @@ class Reference:
                 lines.append("")
         lines += ["## Files", "", "| file | what it is about |", "|---|---|"]
         lines += [f"| [{file.name}]({_page_name(file)}) | {_title(file)} |" for file in self._files]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, "", _NOTE]) + "\n"
 
     def _page(self, file: FileDescriptorProto) -> str:
         services = [part for i, s in enumerate(file.service) for part in self._service(file, s, i)]
         messages = [part for i, m in enumerate(file.message_type) for part in self._message(file, m, i)]
         enums = [part for i, e in enumerate(file.enum_type) for part in _enum(file, e, i)]
-        lines = [
-            f"# {PurePosixPath(file.name).name}",
-            "",
-            f"{_title(file)} {_NOTE_OF_FILE.format(file.name)}",
-        ]
-        return "\n".join([*lines, "", *services, *messages, *enums]).rstrip() + "\n"
+        lines = [f"# {PurePosixPath(file.name).name}", "", _title(file), "", *services, *messages, *enums]
+        return "\n".join(lines).rstrip() + f"\n\n{_NOTE_OF_FILE.format(file.name)}\n"
 
     def _service(
         self, file: FileDescriptorProto, service: ServiceDescriptorProto, index: int
@@ -190,10 +186,10 @@ def _cell(comment: str) -> str:
     return "<br>".join(_paragraphs(comment)).replace("|", "\\|")
 
 
-_NOTE = "Written from the comments of `protos/` by `make gen`; do not edit it here."
-_NOTE_OF_FILE = "Written from `protos/{}` by `make gen`; do not edit it here."
+_NOTE = "`make gen` writes these pages from the comments of `protos/`."
+_NOTE_OF_FILE = "`make gen` writes this page from `protos/{}`."
 _HOW_TO_READ = (
-    "Package `icehouse.v1`. What is not `optional`, not a message and not `repeated` counts as absent where "
-    "it has its zero. Calls with grpcurl: [Every call by hand](../grpcurl.md); refusals: "
-    "[Reasons](../errors.md); who may call what, how long: [Methods](../methods.md)."
+    "Package `icehouse.v1`. A field that is not `optional`, not a message and not `repeated` counts as "
+    "absent when it is zero or empty. See also calls with grpcurl ([Every call by hand](../grpcurl.md)), "
+    "refusals ([Reasons](../errors.md)), and each method's limits and deadlines ([Methods](../methods.md))."
 )

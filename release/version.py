@@ -45,7 +45,7 @@ PLACES = (
     Place("clients/go/README.md", r"icehouse\.dev/(?:icehouse|api)@v", count=4),
     Place("clients/java/pom.xml", r"<artifactId>icehouse-client</artifactId>\n  <version>"),
     Place("clients/java/README.md", r"<artifactId>icehouse-client</artifactId>\n\s+<version>"),
-    Place("docs/releases.md", r"What is here is version "),
+    Place("docs/releases.md", r"This is version "),
 )
 
 

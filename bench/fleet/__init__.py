@@ -1,1 +1,1 @@
-"""Several workers behind a real gateway: shown (`make fleet`), measured (`make bench-fleet`), simulated."""
+"""Several workers behind a real gateway: shown (`make fleet`), measured and simulated (`make bench`)."""

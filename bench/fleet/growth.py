@@ -1,7 +1,7 @@
-"""`make simulate-fleet`: when one worker is enough, and what more of them keep of its hits, by simulation.
+"""`make bench CASE=growth`: when one worker is enough, and what more of them keep of its hits, by simulation.
 
-No server runs: what one worker's work costs is given, as `make bench-fleet` measures it and prints it at its
-end. The rest follows from the seed, in half a minute.
+No server runs. What one worker's work costs is given by flags; `make bench CASE=fleet` measures it and prints
+them at its end. The rest follows from the seed, in half a minute.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
 
 def question_of(flags: Sequence[str]) -> Question:
     """Return what the command's flags ask for."""
-    parser = argparse.ArgumentParser(prog="make simulate-fleet", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=growth", description=__doc__)
     add, usual = parser.add_argument, Shape()
     add("--prefill", type=float, default=500, help="tokens/s that one worker computes of prompts")
     add("--decode", type=float, default=60, help="tokens/s that it draws, of all streams together")

@@ -1,4 +1,4 @@
-"""`make bench-fleet`: agents' sessions on one worker, on two behind cache-aware routing, on two in turn.
+"""`make bench CASE=fleet`: agents' sessions on one worker, on two behind cache-aware routing, on two in turn.
 
 Token hit rate, time to first token, what the stores wrote; and what the gateway adds to a first token,
 against direct calls of the same worker in turn with it. All workers share this machine, so that two are not
@@ -46,7 +46,7 @@ QUICK = Sizes(scale=1 / 40, session_count=5, open_count=4, round_count=1, pair_c
 
 def main() -> None:
     """Measure, print the tables, write bench/out/fleet.json and .png."""
-    parser = argparse.ArgumentParser(prog="make bench-fleet", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=fleet", description=__doc__)
     parser.add_argument("--model", default="small", help="small, large, thin, or as for icehouse serve")
     parser.add_argument("--quick", action="store_true", help="few short sessions; a minute")
     parser.add_argument("--scale", type=float, help="of an agent's usual token counts")

@@ -129,7 +129,7 @@ def simulation_line(found: Findings) -> str:
     added_ms = 1000 * spread_of(pair.added_s for pair in found.pairs).median
     store = found.store
     return (
-        "more workers: make simulate-fleet "
+        "more workers: make bench CASE=growth "
         f'ARGS="--prefill {prefill:.0f} --decode {decode:.0f} --restore {store.restore_tokens_per_s:.0f} '
         f'--kv-kib {store.kv_bytes_per_token / 1024:g} --gateway-ms {max(0.0, added_ms):.1f}"'
     )

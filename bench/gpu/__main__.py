@@ -1,4 +1,4 @@
-"""`make bench-gpu`: what callers wait for on a GPU, server against mlx-lm's batch engine in process.
+"""`make bench CASE=gpu`: what callers wait for on a GPU, server against mlx-lm's batch engine in process.
 
 A model of a real shape is made on the spot with random weights; nothing is fetched. Each case runs in rounds,
 which begin with the one side and the other in turn; the most important case comes first, and figures are
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=gpu", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="whose shape the model has")
     parser.add_argument("--dtype", default="bfloat16", help="type of its weights")
     parser.add_argument("--models", type=Path, help="folder in which models are kept for the next run")

@@ -1,4 +1,4 @@
-"""Cases of `make bench-gpu`: each measures one round and returns its figures.
+"""Cases of `make bench CASE=gpu`: each measures one round and returns its figures.
 
 Prompts are sent as tokens and nobody has seen them before, except where a hit is what is measured; replies
 are greedy and of full length. The cache is on, as it is where nobody says otherwise.

@@ -1,4 +1,4 @@
-"""Targets of a GPU: what the medians of `make bench-gpu` must be and should be.
+"""Targets of a GPU: what the medians of `make bench CASE=gpu` must be and should be.
 
 Taken on an H100 or H200 with the shape of Qwen3-4B in bfloat16, against mlx-lm's engine in process.
 """

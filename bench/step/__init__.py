@@ -1,6 +1,6 @@
 """Where a step's time goes on the host.
 
-`python -m bench.step` (make bench-step): the host's milliseconds of a pass, whole engine steps against
-`BatchGenerator.next()`, and how many primitives a pass has. `bench.step.profile` (make bench-profile): the
-phases of one step.
+`python -m bench.step` (make bench CASE=step): the host's milliseconds of a pass, whole engine steps against
+`BatchGenerator.next()`, and how many primitives a pass has. `bench.step.profile` (make bench CASE=profile):
+the phases of one step.
 """

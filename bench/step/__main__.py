@@ -1,4 +1,4 @@
-"""`make bench-step`: the host's milliseconds of a pass, whole engine steps against `BatchGenerator.next()`.
+"""`make bench CASE=step`: the host's milliseconds of a pass, engine steps against `BatchGenerator.next()`.
 
 Each way of attending and mlx-lm's engine are processes of their own that take turns over the same numbers of
 rows; a model of 36 layers and 64 hidden numbers leaves the device little to do. Counted is the CPU time of
@@ -104,7 +104,7 @@ class Side:
 
 def main() -> None:
     """Measure, print the table, write bench/out/step.json."""
-    parser = argparse.ArgumentParser(prog="make bench-step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=step", description=__doc__)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=ATTENTIONS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--prompt", type=int, default=40, help="tokens of each prompt")

@@ -1,4 +1,4 @@
-"""`make bench-profile`: where one step's time goes at so many rows, on the inference thread of a real engine.
+"""`make bench CASE=profile`: where one step's time goes on the inference thread of a real engine.
 
 The engine is composed as `icehouse serve` composes it, in this process and without the edge; its rows decode
 greedily. First the steps run as they are, and only what MLX computes is timed: the rest is the host's. Then
@@ -113,7 +113,7 @@ class Measured:
 
 def main() -> None:
     """Measure, print the tables, write bench/out/profile.json."""
-    parser = argparse.ArgumentParser(prog="make bench-profile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=profile", description=__doc__)
     parser.add_argument("--rows", type=int, default=16, help="sequences that decode")
     parser.add_argument("--prompt", type=int, default=40, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=60, help="steps that are watched, twice")

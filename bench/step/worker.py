@@ -1,4 +1,4 @@
-"""One side of `make bench-step` in a process of its own: `python -m bench.step.worker SIDE MODEL`.
+"""One side of `make bench CASE=step` in a process of its own: `python -m bench.step.worker SIDE MODEL`.
 
 Reads one order a line, `{"rows": n, "prompt": n, "passes": n}`, and answers with the CPU time of the thread
 that builds passes, for each pass, how much of it was in MLX's evaluation, and the primitives of one pass.

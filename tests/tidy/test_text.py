@@ -93,8 +93,25 @@ def test_the_tables_of_the_settings_page_have_every_setting_as_it_is() -> None:
     assert [row for row in written if row.startswith("| `") and "ICEHOUSE_" in row] == rows
 
 
-def test_make_help_knows_every_phony_target() -> None:
+def test_make_help_shows_the_usual_targets_and_every_target_says_what_it_does() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = set(re.findall(r"[a-z-]+", text.partition(".PHONY:")[2].partition("\n")[0]))
-    helped = set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
-    assert phony == helped
+    told = set(re.findall(r"^([a-z-]+):.* #{1,2} ", text, re.MULTILINE))
+    helped = re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE)
+    assert phony == told and len(helped) <= 20
+
+
+def test_every_bench_that_is_named_exists() -> None:
+    text = (ROOT / "Makefile").read_text()
+    cases = set(text.partition("CASES := ")[2].partition("MODULE_")[0].replace("\\", "").split())
+    named = {
+        case
+        for path, page in text_files()
+        if path.suffix in (".md", ".py")
+        for case in re.findall(r"make bench CASE=([a-z]+)", page)
+    }
+    assert {"cache", "gpu", "growth"} <= named <= cases
+    modules = dict(re.findall(r"^MODULE_([a-z]+) := (.+)$", text, re.MULTILINE))
+    for case in cases:
+        path = ROOT / "bench" / modules.get(case, case).replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), case

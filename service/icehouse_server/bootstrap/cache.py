@@ -35,7 +35,7 @@ _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
 _READ_SHARE_ON_SHARED_CORES = 0.07
 """Of one core, where decode runs on the CPU. Beside restores without a break p99 of decode was then 1.09 of
-idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench-cache`, 2 x86 cores)."""
+idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench CASE=cache`, 2 x86 cores)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """OpenBLAS for MLX's CPU build on Linux: loaded in front of MLX, whose calls then find it first.
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
-Gemma 3 270M ran 6.4 times faster (`make bench-blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
+Gemma 3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
 macOS or with CUDA.
 """
 

@@ -15,7 +15,7 @@ class CacheConfig:
 
     enabled: bool = setting(True, Kind.SWITCH, "Keep and reuse the KV of prompts.", flag="--cache")
     ram_bytes: int = setting(
-        0, Kind.BYTES, "Budget of the RAM tier; 0 takes a share of the device's memory.", minimum=0
+        0, Kind.BYTES, "Size of the RAM tier; 0 uses a share of the device's memory.", minimum=0
     )
     directory: str | None = setting(
         None,
@@ -27,30 +27,30 @@ class CacheConfig:
     ssd_bytes: int = setting(
         32 * GIB,
         Kind.BYTES,
-        "Limit of the SSD tier in real file bytes, everything in the folder counted.",
+        "Maximum size of the SSD tier; every file in its folder counts.",
         minimum=MIB,
     )
     block_token_count: int = setting(256, Kind.COUNT, "Tokens of one block.", minimum=1, maximum=65536)
     checkpoint_interval_tokens: int = setting(
         2048,
         Kind.COUNT,
-        "Distance of checkpoints for models whose state cannot be cut; a multiple of the block.",
+        "Tokens between checkpoints, for models whose state cannot be cut; a multiple of the block.",
         minimum=1,
     )
     spill_policy: str = setting(
         "on_evict",
         Kind.CHOICE,
-        "When blocks go to SSD: as RAM lets go of them, also when seen twice, or never.",
+        "When blocks are written to SSD: on eviction from RAM, also when used a second time, or never.",
         choices=("on_evict", "write_behind", "off"),
     )
     min_prefix_token_count: int = setting(
         64, Kind.COUNT, "Prefixes shorter than this are not spilled.", minimum=0
     )
     daily_write_bytes: int = setting(
-        0, Kind.BYTES, "Bytes written to SSD per day, to spare its cells; 0 is unlimited.", minimum=0
+        0, Kind.BYTES, "Maximum bytes written to SSD per day, to limit wear; 0 is unlimited.", minimum=0
     )
     free_space_floor_bytes: int = setting(
-        GIB, Kind.BYTES, "Free space on the disk that spilling leaves untouched.", minimum=0
+        GIB, Kind.BYTES, "Free disk space that spilling never uses.", minimum=0
     )
     reader_thread_count: int = setting(
         2, Kind.COUNT, "Threads that read blocks from SSD.", minimum=1, maximum=64
@@ -58,20 +58,20 @@ class CacheConfig:
     write_queue_bytes: int = setting(
         256 * MIB,
         Kind.BYTES,
-        "Bytes on their way to SSD at once; blocks beyond that are dropped.",
+        "Maximum bytes queued for writing to SSD; blocks beyond that are dropped.",
         minimum=MIB,
     )
     flush_timeout_s: float = setting(
-        20.0, Kind.SECONDS, "How long the RAM tier may take to reach the SSD at shutdown.", minimum=0
+        20.0, Kind.SECONDS, "Time limit for writing the RAM tier to SSD at shutdown.", minimum=0
     )
     adopt_budget_ms: float = setting(
         2.0,
         Kind.MILLISECONDS,
-        "Time a step has at least for taking loaded blocks into use while others decode.",
+        "Minimum time of a step for taking loaded blocks into use while others decode.",
         minimum=0.1,
     )
     restore_or_recompute: bool = setting(
-        True, Kind.SWITCH, "Prefill instead of loading when measured rates say that it is faster."
+        True, Kind.SWITCH, "Prefill instead of loading from SSD where that is faster by the measured rates."
     )
     kv_bits: int = setting(
         0,
@@ -87,13 +87,13 @@ class CacheConfig:
     key_file: str | None = setting(
         None,
         Kind.PATH,
-        "File with the key that blocks on SSD are encrypted with, from `icehouse key new`.",
+        "File with the key that encrypts blocks on SSD, from `icehouse key new`.",
         flag="--cache-key-file",
     )
     key_command: str | None = setting(
         None,
         Kind.TEXT,
-        "Command that prints the key instead, such as a keychain's; run once at the start, without a shell.",
+        "Command that prints the key, such as a keychain's; run once at the start, without a shell.",
         flag="--cache-key-command",
     )
 

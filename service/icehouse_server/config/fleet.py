@@ -20,9 +20,9 @@ class FleetConfig:
     operator_kv_tokens_enabled: bool = setting(
         False,
         Kind.SWITCH,
-        "Tell operators the token ids of every tenant's blocks in KV events, which are prompts in another "
-        "form: for a gateway that routes all tenants' prompts by their tokens, as SMG does. Off: of other "
-        "tenants' blocks they are told hashes.",
+        "Send operators the token ids of every tenant's blocks in KV events, which are prompts in another "
+        "form. Needed by a gateway that routes all tenants' prompts by their tokens, as SMG does. If off, "
+        "operators get only hashes of other tenants' blocks.",
     )
 
 
@@ -33,42 +33,44 @@ class KvEventsConfig:
     zmq_endpoint: str | None = setting(
         None,
         Kind.TEXT,
-        "ZeroMQ endpoint that llm-d is told of blocks at: `tcp://127.0.0.1:5557` or `tcp://*:5557` listens, "
-        "`connect:tcp://host:5557` connects to a subscriber that listens; absent: none. Whoever reaches it "
-        "reads prompts' tokens: it asks for no credentials.",
+        "ZeroMQ endpoint for KV events, as llm-d reads them: `tcp://127.0.0.1:5557` or `tcp://*:5557` "
+        "listens, `connect:tcp://host:5557` connects to a listening subscriber. Default: none. It asks for "
+        "no credentials, so whoever reaches it can read prompts' tokens.",
         flag="--kv-events-zmq-endpoint",
     )
     zmq_topic: str | None = setting(
         None,
         Kind.TEXT,
-        "Topic of the ZeroMQ messages; absent: `kv@<address>@<model>` with the address and the model's name "
-        "that are served.",
+        "Topic of the ZeroMQ messages. Default: `kv@<address>@<model>`, with the server's address and the "
+        "model's name.",
         flag="--kv-events-zmq-topic",
     )
     zmq_tenant: str | None = setting(
         None,
         Kind.TEXT,
-        "Tenant whose blocks are told over ZeroMQ, where messages cannot name one; absent: the default one.",
+        "Tenant whose blocks are published over ZeroMQ, whose messages cannot name one. "
+        "Default: the default one.",
         flag="--kv-events-zmq-tenant",
     )
     interval_ms: float = setting(
         50.0,
         Kind.MILLISECONDS,
-        "How often subscribers are told what has changed.",
+        "How often changes are sent to subscribers.",
         minimum=1,
         flag="--kv-events-interval-ms",
     )
     replay_bytes: int = setting(
         32 * MIB,
         Kind.BYTES,
-        "Events kept for subscribers that fall behind or come back; who was overtaken begins anew.",
+        "Memory for events kept for subscribers that fall behind or reconnect; too slow a "
+        "subscriber starts over.",
         minimum=64 * 1024,
         flag="--kv-events-replay-bytes",
     )
     block_limit: int = setting(
         262_144,
         Kind.COUNT,
-        "Blocks that are told at most; each takes some 1.5 kB while anybody subscribes.",
+        "Maximum blocks that are reported; each takes some 1.5 kB while there are subscribers.",
         minimum=1,
         flag="--kv-events-block-limit",
     )

@@ -28,12 +28,12 @@ class SecurityConfig:
     operators: str | None = setting(
         None,
         Kind.TEXT,
-        "Names in client certificates, separated by commas, that may act for all tenants.",
+        "Names in client certificates, comma-separated, that may act for all tenants.",
     )
     reload_s: float = setting(
         5.0,
         Kind.SECONDS,
-        "How often certificates and tokens are looked at for a change.",
+        "How often certificate and token files are checked for changes.",
         minimum=0.1,
         flag="--security-reload-s",
     )

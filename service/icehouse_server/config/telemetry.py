@@ -14,52 +14,55 @@ class TelemetryConfig:
     metrics_port: int | None = setting(
         None,
         Kind.COUNT,
-        "Port of the Prometheus endpoint; absent: none; 0 lets the system choose a free one.",
+        "Port of the Prometheus endpoint; 0 lets the system choose a free one. Default: no endpoint.",
         minimum=0,
         maximum=65535,
     )
     metrics_host: str = setting(
-        "127.0.0.1", Kind.TEXT, "Address of the Prometheus endpoint; loopback unless you mean otherwise."
+        "127.0.0.1",
+        Kind.TEXT,
+        "Address of the Prometheus endpoint; by default only this machine can connect.",
     )
     metrics_names: str | None = setting(
         None,
         Kind.TEXT,
-        "Names by commas that the Prometheus endpoint and the status page may be asked by, such as "
-        "gpu-1.internal, beside addresses, localhost and metrics_host; whoever asks by another name gets "
-        "421, so that no page in a browser reads them under a name of its own. `*` takes any.",
+        "Host names, comma-separated, that the Prometheus endpoint and the status page answer to, such as "
+        "gpu-1.internal, beside addresses, localhost and metrics_host. Requests for other names get 421, "
+        "so that no web page can read them under a name of its own. `*` allows any.",
     )
     status_page_enabled: bool = setting(
         False,
         Kind.SWITCH,
-        "Show a page for people at / of the Prometheus endpoint: tiers, hit rate, times to first token, "
-        "shared prefixes without their text, slow requests.",
+        "Show a status page at / of the Prometheus endpoint: tiers, hit rate, times to first token, shared "
+        "prefixes without their text, slow requests.",
     )
     status_page_text_enabled: bool = setting(
         False,
         Kind.SWITCH,
-        "Show on that page how the text of each shared prefix begins: parts of prompts and outputs of "
-        "every tenant, to whoever reaches the port, which asks for no credentials. Refused beyond loopback "
-        "without allow_insecure_public.",
+        "Show on the status page how the text of each shared prefix begins. That shows parts of prompts and "
+        "outputs of every tenant to whoever reaches the port, which asks for no credentials. Refused "
+        "beyond loopback without allow_insecure_public.",
     )
     traces_endpoint: str | None = setting(
         None,
         Kind.TEXT,
-        "Collector that takes OpenTelemetry spans over OTLP/gRPC, as in http://localhost:4317; absent: none.",
+        "OpenTelemetry collector that receives spans over OTLP/gRPC, such as "
+        "http://localhost:4317. Default: none.",
     )
     traces_sample_ratio: float = setting(
         1.0,
         Kind.RATIO,
-        "Share of the traces that begin here and are kept; a caller's own decision is followed.",
+        "Share of the traces begun here that are kept; a client's own decision is followed.",
         minimum=0,
         maximum=1,
     )
     load_report_enabled: bool = setting(
-        False, Kind.SWITCH, "Tell balancers how busy this server is, in an ORCA trailer of every call."
+        False, Kind.SWITCH, "Send the server's load to balancers, in an ORCA trailer of every call."
     )
     sample_interval_s: float = setting(
         1.0,
         Kind.SECONDS,
-        "How often the engine is asked for what metrics and load reports show.",
+        "How often the engine is sampled for metrics and load reports.",
         minimum=0.1,
     )
 

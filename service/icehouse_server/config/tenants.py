@@ -15,43 +15,43 @@ class TenantConfig:
     waiting_limit: int = setting(
         0,
         Kind.COUNT,
-        "Requests of one tenant that may wait for a slot; 0 is unlimited.",
+        "Maximum waiting requests of one tenant; 0 is unlimited.",
         minimum=0,
         flag="--tenant-waiting-limit",
     )
     tokens_per_minute: int = setting(
         0,
         Kind.COUNT,
-        "Prompt and output tokens of one tenant per minute; 0 is unlimited.",
+        "Maximum prompt and output tokens of one tenant per minute; 0 is unlimited.",
         minimum=0,
         flag="--tenant-tokens-per-minute",
     )
     ram_bytes: int = setting(
         0,
         Kind.BYTES,
-        "RAM tier that one tenant's blocks may fill; 0 is all of it.",
+        "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.",
         minimum=0,
         flag="--tenant-ram-bytes",
     )
     ssd_bytes: int = setting(
         0,
         Kind.BYTES,
-        "SSD tier that one tenant's blocks may fill; 0 is all of it.",
+        "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.",
         minimum=0,
         flag="--tenant-ssd-bytes",
     )
     shared_prefixes: str | None = setting(
         None,
         Kind.TEXT,
-        "Tenants whose cached prompts others may start from, by commas; `a=b+c` is for b and c only.",
+        "Tenants, comma-separated, whose cached prompts others may start from; `a=b+c` allows b and c only.",
         flag="--shared-prefixes",
     )
 
     normalized_prompts: str | None = setting(
         None,
         Kind.TEXT,
-        "Tenants whose conversations lose volatile billing lines and get their tools in a stable order, by "
-        "commas; `*` is every tenant.",
+        "Tenants, comma-separated, whose conversations are normalized: volatile billing lines are removed "
+        "and tools put in a stable order. `*` is every tenant.",
         flag="--normalized-prompts",
     )
 

@@ -75,7 +75,7 @@ class Answer:
 
 
 ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.AUTO.value))
-"""How rows keep KV where a test does not say: `make test-pages` runs all that is here over pages."""
+"""How rows keep KV where a test does not say."""
 
 
 class CacheServer:

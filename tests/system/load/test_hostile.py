@@ -1,6 +1,6 @@
 """Another tenant is answered, health is checked and the process ends while one caller does its worst.
 
-Default settings but for the grace, a real server process, each attack for a moment; `make bench-attacks`
+Default settings but for the grace, a real server process, each attack for a moment; `make bench CASE=attacks`
 measures them for a minute each, times included.
 """
 

@@ -253,18 +253,18 @@ def markdown() -> str:
 
 _PAGE = """# Methods
 
-Written from `service/icehouse_server/rpc/calls/methods.py` by `make gen`; do not edit it here.
-
-What the server allows each method, whoever calls it. Places are counted for each tenant, or for each
-connection where nobody proves anything: one may have three quarters of those for `work`
-(`server.max_concurrent_calls`), half of those for `commands`, a fifth of those for `watches`, less the less
-is free; health checks have eight for each connection. Of some methods it may have a few calls at once, as
-given here. What is charged counts against tokens per minute, where they are limited. A call that brings no
-deadline ends with `DEADLINE_EXCEEDED` after the one given here.
+What the server allows each method. Concurrent calls are limited by kind ("places"), for each tenant, or for
+each connection without credentials. One tenant or connection gets at most three quarters of the places for
+`work` (`server.max_concurrent_calls`), half of those for `commands` and a fifth of those for `watches`; its
+share shrinks under load. Health checks have eight places for each connection. Some methods have a lower limit
+of their own ("at once"). What is "charged" counts against a tenant's tokens per minute, if these are limited.
+A call without a deadline ends with `DEADLINE_EXCEEDED` after the time under "ends after".
 
 | method | who | places | at once | done on | charged | request | arrives within | ends after |
 |---|---|---|---|---|---|---|---|---|
 {rows}
+
+`make gen` writes this page from `service/icehouse_server/rpc/calls/methods.py`.
 """
 
 

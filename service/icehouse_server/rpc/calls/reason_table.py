@@ -25,46 +25,45 @@ class Row:
     """Whether commands end with it too, beside calls."""
 
 
-_MEND = "Mend the field that BadRequest names; the same request never succeeds."
-_WAIT = "Wait as long as RetryInfo says, then send it again, or send it to another replica."
+_FIX = "Fix the field named in BadRequest; retrying unchanged will fail."
+_WAIT = "Wait as long as RetryInfo says and retry, or send it to another replica."
 
 TABLE: Mapping[Reason, Row] = {
-    Reason.PROMPT_EMPTY: Row(_INVALID, "The prompt has no token.", _MEND),
-    Reason.PROMPT_MISSING: Row(_INVALID, "No prompt, or nothing to evict, is named.", _MEND),
-    Reason.PROMPT_AMBIGUOUS: Row(_INVALID, "Two prompts are set; one is wanted.", _MEND),
+    Reason.PROMPT_EMPTY: Row(_INVALID, "The prompt has no token.", _FIX),
+    Reason.PROMPT_MISSING: Row(_INVALID, "The request has no prompt, or names nothing to evict.", _FIX),
+    Reason.PROMPT_AMBIGUOUS: Row(_INVALID, "Two prompts are set; exactly one is allowed.", _FIX),
     Reason.PROMPT_TOO_LONG: Row(
         _INVALID,
         "The prompt leaves no room in the model's context.",
         "Shorten it; `context_tokens` is the limit.",
     ),
-    Reason.TOKEN_OUT_OF_RANGE: Row(_INVALID, "A token id is not in the vocabulary.", _MEND),
-    Reason.CHAT_INVALID: Row(_INVALID, "The conversation has a turn that cannot be, or not there.", _MEND),
+    Reason.TOKEN_OUT_OF_RANGE: Row(_INVALID, "A token id is not in the vocabulary.", _FIX),
+    Reason.CHAT_INVALID: Row(_INVALID, "A message is invalid, or invalid at its position.", _FIX),
     Reason.CHAT_TEMPLATE_MISSING: Row(
         _INVALID, "The model has no chat template.", "Send `text` or `tokens`, or use a chat model."
     ),
     Reason.IMAGE_INVALID: Row(
         _INVALID,
-        "An image cannot be read, is larger than images may be here, or is one on which the model's vision "
-        "tower fails.",
-        _MEND,
+        "An image cannot be read, is too large, or makes the model's vision code fail.",
+        _FIX,
     ),
     Reason.IMAGE_UNREACHABLE: Row(
         _PRECONDITION,
-        "The host that an image is to be fetched from does not give it now, or not in time.",
+        "The host of an image URL did not deliver the image, or not in time.",
         "Send the image's bytes, or try again once its host answers.",
     ),
     Reason.IMAGES_UNSUPPORTED: Row(
-        _INVALID, "The model reads text alone.", "Leave the images out, or use a model that reads them."
+        _INVALID, "The model reads only text.", "Leave the images out, or use a model that reads them."
     ),
-    Reason.TOOL_INVALID: Row(_INVALID, "A tool's name or schema cannot be used.", _MEND),
-    Reason.TOOL_CHOICE_INVALID: Row(_INVALID, "The choice of tools fits no tool of the request.", _MEND),
+    Reason.TOOL_INVALID: Row(_INVALID, "A tool's name or schema cannot be used.", _FIX),
+    Reason.TOOL_CHOICE_INVALID: Row(_INVALID, "`tool_choice` matches no tool of the request.", _FIX),
     Reason.TOOLS_UNSUPPORTED: Row(
         _INVALID,
-        "The model's chat template knows no tools.",
-        "Send the request without tools, or use a model with.",
+        "The model's chat template does not support tools.",
+        "Send the request without tools, or use a model that supports them.",
     ),
-    Reason.PARAMETER_OUT_OF_RANGE: Row(_INVALID, "A field has a value that is not allowed.", _MEND),
-    Reason.RESPONSE_FORMAT_INVALID: Row(_INVALID, "The response format cannot be read.", _MEND),
+    Reason.PARAMETER_OUT_OF_RANGE: Row(_INVALID, "A field has a value that is not allowed.", _FIX),
+    Reason.RESPONSE_FORMAT_INVALID: Row(_INVALID, "The response format cannot be read.", _FIX),
     Reason.GRAMMAR_TOO_COMPLEX: Row(
         _INVALID,
         "The response format costs more to compile than is allowed.",
@@ -75,47 +74,49 @@ TABLE: Mapping[Reason, Row] = {
     ),
     Reason.METHOD_UNSUPPORTED: Row(
         grpc.StatusCode.UNIMPLEMENTED,
-        "A method of the worker protocol that this server does not have.",
-        "Do without it; nothing will change here.",
+        "This server does not implement this method of the worker protocol.",
+        "Do without it; retrying will not help.",
     ),
     Reason.MODEL_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
-        "Another model is served.",
+        "The server serves another model.",
         "Name `served_model`, or leave `model` empty.",
         is_also_local=True,
     ),
     Reason.ADAPTER_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
-        "No adapter of this name is served.",
+        "The server has no adapter of this name.",
         "Name one that ListModels shows, or leave `adapter` empty.",
     ),
     Reason.REQUEST_ID_IN_USE: Row(
         grpc.StatusCode.ALREADY_EXISTS,
-        "A request of this id and tenant waits or runs.",
-        "Wait until it has ended, or choose another id, or none.",
+        "The tenant already has a request with this id waiting or running.",
+        "Wait until it has ended, choose another id, or leave the id out.",
     ),
-    Reason.QUEUE_FULL: Row(_EXHAUSTED, "As many calls, requests or orders wait as may.", _WAIT),
+    Reason.QUEUE_FULL: Row(_EXHAUSTED, "The queue of calls, requests or commands is full.", _WAIT),
     Reason.DEADLINE_UNREACHABLE: Row(
         _EXHAUSTED,
-        "The first token is expected after the deadline.",
+        "The first token would come after the deadline.",
         "Allow more time, or try another replica.",
     ),
     Reason.TENANT_QUEUE_FULL: Row(
         _EXHAUSTED,
-        "As many of the tenant's requests wait as may.",
+        "The tenant's queue is full.",
         "Send fewer at once; RetryInfo says when.",
     ),
     Reason.TOKEN_RATE_EXCEEDED: Row(
         _EXHAUSTED,
-        "The tenant has used its tokens of this minute.",
+        "The tenant has used up its tokens for this minute.",
         "Wait as RetryInfo says, or ask for less output.",
     ),
     Reason.READER_STALLED: Row(
-        _EXHAUSTED, "The caller did not read the stream.", "Read faster, or ask for less; the output is lost."
+        _EXHAUSTED, "The client did not read the stream.", "Read faster, or ask for less; the output is lost."
     ),
-    Reason.MEMORY_SHORT: Row(_EXHAUSTED, "Others hold the memory that it needs.", _WAIT),
+    Reason.MEMORY_SHORT: Row(_EXHAUSTED, "Other requests hold the memory that this one needs.", _WAIT),
     Reason.MEMORY_NEVER_FITS: Row(
-        _PRECONDITION, "This machine can never hold it.", "Shorten prompt or output, or use a bigger machine."
+        _PRECONDITION,
+        "The request needs more memory than this machine can give it.",
+        "Shorten the prompt or the output, or use a bigger machine.",
     ),
     Reason.LOADING: Row(
         grpc.StatusCode.UNAVAILABLE,
@@ -129,29 +130,29 @@ TABLE: Mapping[Reason, Row] = {
     ),
     Reason.DEADLINE_EXCEEDED: Row(
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        "The caller's deadline passed.",
+        "The client's deadline passed.",
         "Allow more time, or ask for less.",
     ),
     Reason.CANCELLED: Row(
-        grpc.StatusCode.CANCELLED, "The caller took the call back, or CancelRequest ended it.", "Nothing."
+        grpc.StatusCode.CANCELLED, "The client cancelled the call, or CancelRequest ended it.", "Nothing."
     ),
     Reason.ENGINE_FAILED: Row(
         grpc.StatusCode.INTERNAL,
-        "A fault of the server.",
+        "The server has a fault.",
         "Report it with the request id; another replica may answer.",
         is_also_local=True,
     ),
     Reason.LOGITS_NOT_FINITE: Row(
         grpc.StatusCode.INTERNAL,
         "The model's numbers overflowed for this request alone; nothing of it is kept.",
-        "Report it with the request id; another number type (`dtype`) or model may have room for it.",
+        "Report it with the request id; another number type (`dtype`) or model may avoid it.",
     ),
     Reason.MESSAGE_MISSING: Row(
-        _INVALID, "The call ended without a request message.", "Send one; mend the client."
+        _INVALID, "The call ended without a request message.", "Send one; this is a bug in the client."
     ),
     Reason.MESSAGE_MALFORMED: Row(
         _INVALID,
-        "The bytes are no message of this method, or have more fields than one may have.",
+        "The bytes are not a message of this method, or it has too many fields.",
         "Use the protos of this API version; send shorter lists.",
     ),
     Reason.MESSAGE_LATE: Row(
@@ -160,7 +161,9 @@ TABLE: Mapping[Reason, Row] = {
         "Send it faster; retry.",
     ),
     Reason.CREDENTIALS_MISSING: Row(
-        grpc.StatusCode.UNAUTHENTICATED, "The server wants a token.", "Send `authorization: Bearer <token>`."
+        grpc.StatusCode.UNAUTHENTICATED,
+        "The server requires a token.",
+        "Send `authorization: Bearer <token>`.",
     ),
     Reason.CREDENTIALS_INVALID: Row(
         grpc.StatusCode.UNAUTHENTICATED,
@@ -171,7 +174,9 @@ TABLE: Mapping[Reason, Row] = {
         grpc.StatusCode.PERMISSION_DENIED, "The request names another tenant.", "Leave `cache.tenant` empty."
     ),
     Reason.OPERATOR_ONLY: Row(
-        grpc.StatusCode.PERMISSION_DENIED, "It concerns all tenants.", "Call with an operator's credentials."
+        grpc.StatusCode.PERMISSION_DENIED,
+        "The call concerns all tenants.",
+        "Call with an operator's credentials.",
     ),
     Reason.SHARED_PREFIX_FORBIDDEN: Row(
         grpc.StatusCode.PERMISSION_DENIED,
@@ -186,55 +191,59 @@ TABLE: Mapping[Reason, Row] = {
     ),
     Reason.REQUEST_NOT_FOUND: Row(
         grpc.StatusCode.NOT_FOUND,
-        "No request of this name that the caller may end waits or runs.",
-        "Look at ListRequests; one that has ended needs no ending.",
+        "There is no waiting or running request of this id that the caller may end.",
+        "Look at ListRequests; the request may have ended already.",
     ),
     Reason.EMBEDDING_UNSUPPORTED: Row(
-        _PRECONDITION, "The served model shows no hidden states.", "Use a server with another model."
+        _PRECONDITION, "The served model does not expose hidden states.", "Use a server with another model."
     ),
     Reason.CACHE_UNSUPPORTED: Row(
         _PRECONDITION,
         "The server, or the model, has no cache of this kind.",
-        "Do without; GetModel and CacheStats say why.",
+        "Do without it; GetModel and CacheStats say why.",
     ),
     Reason.EVENTS_EXPIRED: Row(
         grpc.StatusCode.OUT_OF_RANGE,
-        "The KV events to go on from are kept no longer, or another server gave the number.",
-        "Forget what was told and subscribe from 0.",
+        "The KV events after this number are no longer kept, or the number is another server's.",
+        "Discard what was received and subscribe from 0.",
     ),
     Reason.EVENTS_LOST: Row(
         grpc.StatusCode.DATA_LOSS,
-        "The subscriber fell behind the KV events that are kept.",
-        "Forget what was told and subscribe from 0; read faster, or raise `kv_events.replay_bytes`.",
+        "The subscriber fell too far behind; KV events were lost.",
+        "Discard what was received and subscribe from 0; read faster, or raise `kv_events.replay_bytes`.",
     ),
     Reason.STORE_UNUSABLE: Row(
         _PRECONDITION,
         "The SSD tier has stopped, or its folder cannot be used.",
-        "Go on without the order; requests are served from RAM.",
+        "Do without this command; requests are still served, from RAM.",
         is_also_local=True,
     ),
     Reason.CONFIG_INVALID: Row(
-        None, "A setting is unknown or out of range.", "Mend the setting that is named."
+        None, "A setting is unknown or out of range.", "Fix the setting that is named."
     ),
     Reason.MODEL_INVALID: Row(
-        None, "The model's folder cannot be served.", "Mend the folder or name another."
+        None, "The model's folder cannot be served.", "Fix the folder, or name another one."
     ),
-    Reason.ADDRESS_IN_USE: Row(None, "The address cannot be listened on.", "Choose another address or port."),
+    Reason.ADDRESS_IN_USE: Row(
+        None, "The server cannot listen on the address.", "Choose another address or port."
+    ),
     Reason.ADDRESS_INSECURE: Row(
-        None, "The address is public and nothing secures it.", "Set up TLS and credentials, or use loopback."
+        None,
+        "The address is public, and neither TLS nor credentials protect it.",
+        "Set up TLS and credentials, or use loopback.",
     ),
     Reason.CERTIFICATE_INVALID: Row(
-        None, "Certificate, key or authorities cannot be used.", "Mend the file named."
+        None, "The certificate, its key or the authorities cannot be used.", "Fix the file that is named."
     ),
-    Reason.TOKENS_INVALID: Row(None, "The token file cannot be used.", "Mend the line that is named."),
+    Reason.TOKENS_INVALID: Row(None, "The token file cannot be used.", "Fix the line that is named."),
     Reason.STORE_LOCKED: Row(
-        None, "Another process has the cache directory.", "Stop that one, or name another directory."
+        None, "Another process uses the cache directory.", "Stop that process, or use another directory."
     ),
     Reason.CACHE_KEY_INVALID: Row(
-        None, "The cache's key cannot be had, or opens nothing.", "Mend the file or command that is named."
+        None, "The cache's key cannot be read, or does not fit.", "Fix the file or command that is named."
     ),
     Reason.ENCRYPTION_MISSING: Row(
-        None, "A key is set, and the package for it is not installed.", "Install the extra that is named."
+        None, "A key is set, but the encryption package is not installed.", "Install the extra that is named."
     ),
 }
 
@@ -247,11 +256,9 @@ def markdown() -> str:
         "# Reasons",
         "",
         "A refused call has a canonical status code and a `google.rpc.ErrorInfo` (domain `icehouse.dev`)",
-        "whose `reason` is one of these names. Names never change, and new ones may come: treat one that",
-        "you do not know by its code. `metadata` holds every number of the message. Statuses without an",
+        "whose `reason` is one of these names. Names never change, but new ones may be added: handle an",
+        "unknown one by its code. `metadata` holds every number of the message. Statuses without an",
         "ErrorInfo come from gRPC itself, from a proxy, or from the connection.",
-        "",
-        "This page is written by `make gen` from `service/icehouse_server/rpc/calls/reason_table.py`.",
         "",
         "| reason | code | meaning | what the client does |",
         "|---|---|---|---|",
@@ -261,10 +268,10 @@ def markdown() -> str:
             if row.code is not None
         ),
         "",
-        "## Of commands and of a server's start",
+        "## Commands and server start",
         "",
-        "These never reach a caller. The process prints one line and ends with exit code 1, or 2 for",
-        "settings.",
+        "These never reach a client. The process prints one line and exits with 1, or with 2 if a setting",
+        "is at fault.",
         "",
         "| reason | meaning | what to do |",
         "|---|---|---|",
@@ -277,6 +284,8 @@ def markdown() -> str:
         "Commands may also end with "
         + ", ".join(f"`{reason.value}`" for reason, row in of_starts if row.code is not None)
         + ".",
+        "",
+        "`make gen` writes this page from `service/icehouse_server/rpc/calls/reason_table.py`.",
         "",
     ]
     return "\n".join(lines)
