@@ -29,7 +29,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-pages test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench bench-step bench-profile bench-gpu bench-lone bench-cache bench-vision bench-load bench-storage bench-blas bench-structured bench-speculation bench-telemetry bench-tenants bench-attacks bench-startup bench-fleet simulate-fleet soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -65,9 +65,6 @@ test-slow: $(STAMP) ## Run the long tests, many seeds, many kill -9: an hour on 
 test-processors: $(STAMP) ## Run the tests that compute as on other processors: half an hour each (PROCESSORS="Haswell Zen" chooses).
 	@for kind in $(PROCESSORS); do echo "== OPENBLAS_CORETYPE=$$kind"; \
 		OPENBLAS_CORETYPE=$$kind $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COMPUTING) $(ARGS) || exit 1; done
-
-test-pages: $(STAMP) ## Run the tests of the cache with all KV in pages: ten minutes.
-	@ICEHOUSE_TEST_ATTENTION=pages $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/system/cache $(ARGS)
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)

@@ -106,7 +106,7 @@ class Company:
             if self._make_caches is not None:
                 self._disturb(self._random.choice(here), self._make_caches)
             for guest in [guest for guest in here if guest.is_done]:
-                self._forward.forget(guest.row)
+                guest.row.leave_company()
                 here.remove(guest)
 
     def _disturb(self, guest: Guest, make_caches: MakeCaches) -> None:
@@ -115,7 +115,7 @@ class Company:
         if guest.is_done:
             return
         if chance < 0.2:
-            self._forward.forget(guest.row)
+            guest.row.leave_company()
             guest.come_back(Row(make_caches()))
         elif chance < 0.24:
             guest.leave()
