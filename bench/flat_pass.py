@@ -64,21 +64,15 @@ def prompts_of(lengths: Sequence[int], vocabulary_size: int) -> list[list[int]]:
     return [[draw.randrange(10, vocabulary_size) for _ in range(length)] for length in lengths]
 
 
-def run_flat(
-    model: Any, forward: ForwardPass, prompts: list[list[int]], count: int, *, budget: int, slab: bool
-) -> Run:
+def run_flat(model: Any, forward: ForwardPass, prompts: list[list[int]], count: int, *, budget: int) -> Run:
     """Run all prompts through passes of at most `budget` tokens beyond the decoding rows."""
     began, cpu_began = time.perf_counter(), time.process_time()
     everyone = [_Request(Row(make_prompt_cache(model)), list(prompt)) for prompt in prompts]
     waiting = list(everyone)
     while waiting:
         _step(forward, waiting, budget, began)
-        if slab:
-            for one in waiting:
-                if one.drawn and not one.row.keepers:
-                    forward.seat(one.row)
         for ended in [one for one in waiting if len(one.drawn) == count]:
-            forward.forget(ended.row)
+            ended.row.leave_company()
             waiting.remove(ended)
     took = time.perf_counter() - began
     return Run(
@@ -136,7 +130,7 @@ def run_upstream(model: Any, prompts: list[list[int]], count: int) -> Run:
     )
 
 
-def compare(model: Any, *, rounds: int, budget: int, slab: bool, names: Sequence[str]) -> None:
+def compare(model: Any, *, rounds: int, budget: int, names: Sequence[str]) -> None:
     """Print each case's medians, and the median of the rounds' ratios."""
     forward = ForwardPass(model, examine(model))
     vocabulary_size = model.args.vocab_size
@@ -151,7 +145,7 @@ def compare(model: Any, *, rounds: int, budget: int, slab: bool, names: Sequence
                 done[side] = (
                     run_upstream(model, prompts, count)
                     if side
-                    else run_flat(model, forward, prompts, count, budget=budget, slab=slab)
+                    else run_flat(model, forward, prompts, count, budget=budget)
                 )
             if number:  # the first round warms up
                 pairs.append((done[0], done[1]))
@@ -170,17 +164,14 @@ def compare(model: Any, *, rounds: int, budget: int, slab: bool, names: Sequence
         )
 
 
-def measure_host(model: Any, *, row_counts: Sequence[int], slab: bool, pass_count: int = 20) -> None:
+def measure_host(model: Any, *, row_counts: Sequence[int], pass_count: int = 20) -> None:
     """Print how long it takes to build a decode pass, and to compute it."""
     facts = examine(model)
-    label = "slab" if slab else "rows"
     for row_count in row_counts:
         forward = ForwardPass(model, facts)
         rows = [Row(make_prompt_cache(model)) for _ in range(row_count)]
         for row in rows:
             mx.eval(forward.run(mx.array([11] * 20), [Share(row, 20)]).arrays)
-            if slab:
-                forward.seat(row)
         shares = [Share(row, 1, logit_count=1) for row in rows]
         tokens = mx.array([12] * row_count)
         spent, computed = [], []
@@ -193,7 +184,7 @@ def measure_host(model: Any, *, row_counts: Sequence[int], slab: bool, pass_coun
         built = statistics.median(spent)
         layers = len(model.layers)
         print(
-            f"{label}, {row_count:3} rows: {built * 1e3:6.2f} ms to build {layers} layers, "
+            f"{row_count:3} rows: {built * 1e3:6.2f} ms to build {layers} layers, "
             f"{built / row_count / layers * 1e6:.1f} us for each row and layer; "
             f"{statistics.median(computed) * 1e3:.1f} ms to compute it",
             flush=True,
@@ -208,23 +199,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--slab", action="store_true", help="decoding rows keep their KV in a slab")
     parser.add_argument("--host", action="store_true", help="time the building of one pass instead")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or make_random_model(Path(folder), which=RandomModel(arguments.which))
         model: Any = load(str(path))[0]
         if arguments.host:
-            for slab in (False, True):
-                measure_host(model, row_counts=(1, 16, 64), slab=slab)
+            measure_host(model, row_counts=(1, 16, 64))
         else:
-            compare(
-                model,
-                rounds=arguments.rounds,
-                budget=arguments.budget,
-                slab=arguments.slab,
-                names=arguments.cases,
-            )
+            compare(model, rounds=arguments.rounds, budget=arguments.budget, names=arguments.cases)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bench.report import OUT, console, setting, show_table, write_json
 from bench.server_process import ROOT, child_environment
 from bench.step.worker import ENGINE
 
-ATTENTIONS = ("pages", "slab", "rows")
+ATTENTIONS = ("auto", "rows")
 MOST_OF_ENGINE = {1: 1.1, 4: 1.0, 16: 0.9, 64: 0.8}
 """What a pass's host time should be at most, of mlx-lm's, by rows."""
 MOST_GROWTH = 1.05

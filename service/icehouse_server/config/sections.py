@@ -184,11 +184,10 @@ class EngineConfig:
     attention: str = setting(
         "auto",
         Kind.CHOICE,
-        "How sequences attend: all together to KV in pages of one pool (pages), each on its own KV (rows), "
-        "or those of like length on one buffer, which takes up to half as much memory again (slab). auto "
-        "takes pages on a GPU whose kernels prove right at the start; else it measures rows and slab and "
-        "keeps the faster.",
-        choices=("auto", "pages", "rows", "slab"),
+        "How sequences attend. auto: all together to KV in pages of one pool, where the model's KV can lie "
+        "there and the device's attention over pages proves right at the start; else each to its own KV. "
+        "rows: each to its own KV.",
+        choices=("auto", "rows"),
     )
     wired_memory: bool = setting(
         False,

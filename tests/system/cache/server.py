@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,10 +73,6 @@ class Answer:
     usage_cache: CacheReport
 
 
-ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.AUTO.value))
-"""How rows keep KV where a test does not say."""
-
-
 class CacheServer:
     """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. With `lends`, restored
     sequences read KV in RAM where it is, however short they are, on a CPU. `storage_clock` is the storage
@@ -98,7 +93,7 @@ class CacheServer:
         checkpoint_interval_tokens: int = 64,
         is_enabled: bool = True,
         is_pipelined: bool = False,
-        attention: Attention = ATTENTION,
+        attention: Attention = Attention.AUTO,
         lends: bool = False,
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),

@@ -19,8 +19,8 @@ def prompt(count: int, *, salt: int = 0) -> list[int]:
 WAYS = {
     "rows": (Attention.ROWS, False),
     "rows ahead": (Attention.ROWS, True),
-    "pages": (Attention.PAGES, False),
-    "pages ahead": (Attention.PAGES, True),
+    "pages": (Attention.AUTO, False),
+    "pages ahead": (Attention.AUTO, True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Attention over pages in plain MLX: what the other backends are tested against, and the way out.
+"""Attention over pages in plain MLX: what the other backends are compared with.
 
 Each row's keys and values are gathered from its pages, a copy, and given to MLX's own attention. Long chunks
 of prompts go this way on every device: the copy is small beside what such a chunk computes.

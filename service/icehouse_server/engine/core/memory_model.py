@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.domain.request import ImageInput
-from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength, slot_room
 
 _METAL_HEAD_SIZES = (64, 72, 80, 96, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
@@ -141,13 +140,12 @@ class MemoryModel:
     """Over all layers of unlimited context, as measured on the first tokens."""
     fixed_bytes_per_sequence: int
     """Windows when they are full, and recurrent states."""
-    growth: KvGrowth | None = None
-    """How caches grow, which copies them; None where they grow in place."""
+    room_step_token_count: int = 1
+    """A sequence has room for multiples of so many tokens: of a page, or of what mlx-lm's arrays grow by."""
+    copies_to_grow: bool = False
+    """Whether arrays that grow are copied; pages are added."""
     pool_bytes: int = 0
     """What all KV is in, where that was made at once; 0 where it grows."""
-    class_token_limit: int = 0
-    """Decoding rows of up to so many tokens may lie in buffers that are as long as `KvGrowth.slot_length`
-    says."""
     attended_bytes_per_token: int = 0
     """What attention makes of the KV that it reads, in one layer, for each token of the context."""
     draft: DraftFootprint = DraftFootprint()
@@ -158,30 +156,24 @@ class MemoryModel:
         """Return what the largest step of an image's encoding takes, its vectors included."""
         return 0 if self.tower is None else self.tower.encode_bytes(image)
 
-    def kv_bytes(self, token_count: int, length: KvLength = UNKNOWN_LENGTH) -> int:
+    def kv_bytes(self, token_count: int) -> int:
         """Return what one sequence holds that has so many tokens now."""
-        return self.kv_bytes_per_token * self._room(token_count, length) + self.fixed_bytes_per_sequence
+        return self.kv_bytes_per_token * self._room(token_count) + self.fixed_bytes_per_sequence
 
-    def growth_bytes(
-        self, *, chunk_token_count: int, context_token_count: int, length: KvLength = UNKNOWN_LENGTH
-    ) -> int:
+    def growth_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return what KV takes more for a chunk that ends at this context, copies included.
 
         Windows and states are written anew by every chunk, beside the old ones.
         """
-        after = self._room(context_token_count, length)
-        added = after - self._room(context_token_count - chunk_token_count, length)
-        if self.growth is not None and not self.growth.is_paged:
+        after = self._room(context_token_count)
+        added = after - self._room(context_token_count - chunk_token_count)
+        if self.copies_to_grow:
             copied_layers = _GROWING_LAYERS if added else _ATTENDED_LAYERS
             added += min(after, copied_layers * after // max(1, self.shape.layer_count))
         return self.kv_bytes_per_token * added + self.fixed_bytes_per_sequence
 
-    def _room(self, token_count: int, length: KvLength) -> int:
-        room = self.growth.room(token_count, length) if self.growth is not None else token_count
-        if 0 < token_count <= self.class_token_limit:
-            slot = slot_room(token_count, length, token_limit=self.class_token_limit)
-            room = max(room, (self.growth or UNALIGNED).slot_length(slot))
-        return room
+    def _room(self, token_count: int) -> int:
+        return -(-token_count // self.room_step_token_count) * self.room_step_token_count
 
     def chunk_bytes(self, *, chunk_token_count: int, context_token_count: int) -> int:
         """Return the peak of temporary arrays while a chunk runs at this context length."""
@@ -218,10 +210,9 @@ class MemoryModel:
     def request_bytes(self, *, token_count: int, chunk_token_count: int) -> int:
         """Return the most a request of this many tokens, output included, needs at once."""
         chunk = min(chunk_token_count, token_count)
-        whole = KvLength(token_count, token_count)
         return (
-            self.kv_bytes(token_count - chunk, whole)
-            + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count, length=whole)
+            self.kv_bytes(token_count - chunk)
+            + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count)
             + self.chunk_bytes(chunk_token_count=chunk, context_token_count=token_count)
         )
 

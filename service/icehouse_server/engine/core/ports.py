@@ -21,7 +21,6 @@ from icehouse_server.domain.request import (
     Vector,
 )
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvLength
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.errors import IcehouseError
 
@@ -85,8 +84,6 @@ class Chunk:
     rope_positions: RopePositions | None = None
     """Of the whole sequence, where images are a grid to the model."""
     pooling: Pooling | None = None
-    length: KvLength = UNKNOWN_LENGTH
-    """What is known of the sequence's length, for which its caches make room."""
     speculation: Speculation | None = None
     """What the sequence will ask for when it decodes: a draft model reads the prompt along."""
     layers: LayerSpan | None = None

@@ -23,7 +23,6 @@ from icehouse_server.domain.request import (
     Vector,
 )
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.kv_growth import KvLength
 from icehouse_server.text.detokenizer import Decode, TextStream
 
 
@@ -183,12 +182,6 @@ class Sequence:
         if self.phase is not Phase.DECODING:
             return self.processed_token_count
         return self.token_count - 1 + self.fed_ahead_count
-
-    @property
-    def kv_length(self) -> KvLength:
-        """What is known of how long its caches become."""
-        limit = len(self.request.prompt_token_ids) + self.output_token_limit
-        return KvLength(len(self.input_token_ids), limit)
 
     @property
     def token_count(self) -> int:

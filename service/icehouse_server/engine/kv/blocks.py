@@ -12,7 +12,6 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.host_copy import HostCopy
 from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
@@ -86,8 +85,8 @@ class RunnerBlocks:
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
 
-    def read_layout(self, *, growth: KvGrowth) -> None:
-        """Learn from the model's own empty caches how they are cut, and what room they are given."""
+    def read_layout(self) -> None:
+        """Learn from the model's own empty caches how they are cut."""
         try:
             self._layout = CacheLayout.of(
                 self._sequences.fresh_caches(), block_token_count=self._block_token_count
@@ -96,19 +95,18 @@ class RunnerBlocks:
             self.facts = CacheFacts(unsupported_detail=error.message)
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
-        self.facts = dataclasses.replace(_facts_of(self._layout), growth=growth)
+        self.facts = _facts_of(self._layout)
 
     @property
     def kv_shapes(self) -> tuple[KvShape, ...]:
         """The tensors of the kv region, after `measure`."""
         return self._kv_shapes
 
-    def page(self, paging: Paging, *, growth: KvGrowth) -> None:
+    def page(self, paging: Paging) -> None:
         """Cut and restore kv by pages from now on. After `measure`."""
         self._paging = paging
         self.facts = dataclasses.replace(
             self.facts,
-            growth=growth,
             least_lent_token_count=1,
             shares_captures=self._group is not None,
         )

@@ -118,12 +118,6 @@ class PagedKv(PlainKv):
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         raise AssertionError("Pages are put into a table, not rebuilt")
 
-    def make_room(self, cache: Cache, token_count: int) -> None:
-        """The row's table has it made."""
-
-    def room_token_count(self, cache: Cache) -> int | None:
-        return None
-
     def rewind(self, cache: Cache, count: int) -> None:
         """The row's table counts fewer tokens."""
 

@@ -122,14 +122,6 @@ class CacheClass:
         """Take the last `count` tokens back, fewer than were fed in the last pass."""
         raise AssertionError(f"{self.name} takes no tokens back")
 
-    def make_room(self, cache: Cache, token_count: int) -> None:
-        """Let the cache's arrays have room for so many tokens when they grow next; of kv, which alone grows
-        with every token."""
-
-    def room_token_count(self, cache: Cache) -> int | None:
-        """Return for how many tokens the arrays have room; None where they do not grow with each."""
-        return None
-
     def mark(self, cache: Cache) -> Undo:
         """Remember where the cache stands; the result undoes every update since, of any number of tokens."""
         raise AssertionError(f"{self.name} takes no tokens back")
@@ -163,14 +155,6 @@ class PlainKv(CacheClass):
 
     def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
         return QuantizedKVCache(group_size=group_size, bits=bits)
-
-    def make_room(self, cache: Cache, token_count: int) -> None:
-        # Arrays grow by multiples of `step`, a whole one behind the last token unless they end at one.
-        cache.step = max(1, token_count - cache.offset)
-
-    def room_token_count(self, cache: Cache) -> int | None:
-        keys = cache.keys[0] if isinstance(cache.keys, tuple) else cache.keys
-        return 0 if keys is None else int(keys.shape[TOKEN_AXIS])
 
     def can_rewind(self, cache: Cache) -> bool:
         return True

@@ -32,18 +32,6 @@ def cache_states(caches: Sequence[Cache]) -> list[Any]:
     return [cache.state for cache in caches]
 
 
-def make_room(caches: Sequence[Cache], token_count: int) -> None:
-    """Let arrays that grow have room for so many tokens when they grow next."""
-    for leaf in leaves(caches):
-        class_of(leaf).make_room(leaf, token_count)
-
-
-def room_token_count(caches: Sequence[Cache]) -> int:
-    """Return for how many tokens all arrays that grow have room; 0 where there are none."""
-    rooms = (class_of(leaf).room_token_count(leaf) for leaf in leaves(caches))
-    return min((room for room in rooms if room is not None), default=0)
-
-
 def step_token_count(caches: Sequence[Cache]) -> int:
     """Return by how many tokens these caches grow at a time, at most; whole layers are copied each time."""
     return max((class_of(leaf).step_token_count for leaf in leaves(caches)), default=1)

@@ -27,6 +27,9 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
 )
 from icehouse_server.storage.api import KvPlace, Loaded, NewRows, PlannedBlock
 
+_FIRST_OUTPUT_TOKEN_COUNT = 128
+"""Output tokens that a sequence that is put back has room for."""
+
 
 @dataclasses.dataclass(slots=True)
 class Restore:
@@ -57,7 +60,7 @@ class Restore:
     @property
     def capacity_token_count(self) -> int:
         """Room for the input and the first of the output, so that the next tokens copy nothing."""
-        return self.facts.growth.room(len(self.sequence.input_token_ids), self.sequence.kv_length)
+        return len(self.sequence.input_token_ids) + _FIRST_OUTPUT_TOKEN_COUNT
 
     @property
     def target_origin_token_index(self) -> int:

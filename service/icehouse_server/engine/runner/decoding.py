@@ -57,7 +57,7 @@ class OpenSequence:
     def read_along(self, draft_model: DraftModel, token_ids: Sequence[int]) -> None:
         """Let the draft model know prompt tokens that follow all that it knows."""
         if self.drafted is None and not self.row.token_count:
-            self.drafted = draft_model.open(self.row.length)
+            self.drafted = draft_model.open()
         if self.drafted is not None:
             self.drafted.behind += token_ids
 
@@ -80,7 +80,7 @@ class OpenSequence:
             self.drafted = None
         elif self.drafted is None:
             assert draft_model is not None
-            self.drafted = draft_model.open(self.row.length)
+            self.drafted = draft_model.open()
             self.drafted.behind += token_ids
         self.speculating = SpeculatingRow(speculation, token_ids, limit=limit, drafted=self.drafted)
 
@@ -156,10 +156,6 @@ class DispatchedPass:
     """One for each drawn position, once `draw` was called."""
     places: dict[int, int] = dataclasses.field(default_factory=dict)
     """Where in `token_ids` a sequence's first one is, by the identity of the sequence."""
-    lengths: Sequence[int] = ()
-    """What each row held, of a pass of decoding rows alone; empty of any other."""
-    seated_count: int = 0
-    """Rows of such a pass that are in a slab."""
     elapsed_s: float = 0.0
     """Once it was waited for: from where the pass before it was seen to end, or from `began_time` where that
     was later, until its own end was seen. A device that is faster than the host has ended it before, and then
@@ -278,7 +274,6 @@ def settle(found: Found, *, is_fed: bool) -> list[Drawn]:
         accepted_count += 1
     kept = token_ids[: accepted_count + 1]
     if not all(found.finite[: len(kept)]):
-        sequence.row.is_damaged = True
         error = logits_not_finite(sampling.drawn_count)
         return [Drawn(sequence.sequence_id, kept[0], error=error)]
     again_count = 0

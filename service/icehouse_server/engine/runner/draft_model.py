@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvLength
 from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
@@ -49,7 +48,6 @@ class DraftModel:
         self._model = model
         self._forward = ForwardPass(model, examine(model))
         self._vocabulary_size = vocabulary_size
-        self._growth = model_loader.kv_growth()
         self.footprint = footprint
 
     @classmethod
@@ -91,11 +89,9 @@ class DraftModel:
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)
 
-    def open(self, length: KvLength = UNKNOWN_LENGTH) -> DraftedRow:
+    def open(self) -> DraftedRow:
         """Make empty draft caches for a sequence, which get as long as its own."""
-        row = Row(kv_caches.make_caches(self._model), growth=self._growth)
-        row.length = length
-        return DraftedRow(row)
+        return DraftedRow(Row(kv_caches.make_caches(self._model)))
 
     def read(self, parts: Sequence[tuple[DraftedRow, int]]) -> list[Any]:
         """Let rows read so many of the tokens that they are behind, or all; return what must be evaluated for

@@ -14,10 +14,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from icehouse_server.device import Backend, find_backend, find_device
+from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import ModelInfo, Sight
-from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
     TowerShape,
@@ -36,7 +35,6 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
-_CUDA_GRID_TOKEN_COUNT = 256
 _MISSING_EXTRA = (
     "reads images with the package mlx-vlm, which is not installed; install the extra, "
     f"{extra_command('vision')}"
@@ -292,14 +290,6 @@ def has_sinks(model: Any) -> bool:
 def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
     """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
     return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
-
-
-def kv_growth() -> KvGrowth:
-    """Return how KV arrays grow on this device.
-
-    Fused attention of a single token wants lengths that are multiples of 256 on CUDA (MLX 0.32, cuDNN).
-    """
-    return KvGrowth(_CUDA_GRID_TOKEN_COUNT if find_backend() is Backend.CUDA else 1)
 
 
 def _device_name() -> str:

@@ -26,15 +26,14 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
+from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import Attention, ForwardPass, Row, Share
-from icehouse_server.engine.runner.slab_choice import SlabChoice
+from icehouse_server.engine.runner.forward import ForwardPass, Row, Share
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
 
@@ -60,16 +59,8 @@ _LIKELY = 0.75
 class Pipeline:
     """Runs passes one behind the other."""
 
-    def __init__(
-        self, *, is_pipelined: bool, attention: Attention, clock: Clock, pass_clock: PassClock
-    ) -> None:
+    def __init__(self, *, is_pipelined: bool, clock: Clock, pass_clock: PassClock) -> None:
         self._is_pipelined = is_pipelined
-        self._attention = attention
-        self._slab_choice = SlabChoice()
-        self.is_paged = False
-        """Whether KV lies in pages, which all rows share."""
-        self.slab_token_limit = 0
-        """Longest row that may share a buffer where attention is chosen by time."""
         self._clock = clock
         self._pass_clock = pass_clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
@@ -126,22 +117,12 @@ class Pipeline:
         """Whether nobody would run ahead: who guesses waits for what came of it."""
         return bool(self._decoding) and all(s.is_guessing for s in self._decoding.values())
 
-    def seat_all(self) -> None:
-        """Let those that decode share buffers, whatever it costs, if they ever may and are enough for it."""
-        rows = {s.row: 1 for s in self._decoding.values() if s.row.seated_caches is None}
-        if self.slab_token_limit:
-            self.forwards[NO_ADAPTER].seat_together(rows, token_limit=self.slab_token_limit)
-
-    def forget_times(self) -> None:
-        """Choose how rows attend as if none had been timed."""
-        self._slab_choice = SlabChoice()
-
     def release(self, sequence: OpenSequence) -> None:
         """Forget a sequence; what is in flight of it is not told."""
         self._decoding.pop(sequence.sequence_id, None)
         if self._in_flight is not None:
             self._in_flight.forget(sequence.sequence_id)
-        self.forwards[sequence.adapter].forget(sequence.row)
+        sequence.row.leave_company()
         # A pass in flight knows the sequence until another one is run, which may be much later.
         sequence.row = Row([])
 
@@ -164,7 +145,6 @@ class Pipeline:
         number = self._pass_clock.dispatch()
         began_time = 0.0 if self._is_pipelined else self._clock.monotonic()
         rows = self._rows_for(before)
-        has_moved = self._seat(rows, parts)
         guessing = [s for s in rows if s.is_guessing and (s.may_guess_ahead or not is_ahead)]
         speculating = [sequence.speculating for sequence in guessing if sequence.speculating is not None]
         guesses, arrays = guesses_of(speculating, self.draft_model)
@@ -177,9 +157,6 @@ class Pipeline:
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
         current = DispatchedPass([], None, arrays, began_time, number)
-        if not (parts or guessing or has_moved):
-            current.lengths = [sequence.row.token_count for sequence in rows]
-            current.seated_count = sum(s.row.seated_caches is not None for s in rows)
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)
@@ -245,42 +222,6 @@ class Pipeline:
             sequence.layered = None
         return arrays
 
-    def _seat(self, decoding: Sequence[OpenSequence], parts: Sequence[tuple[OpenSequence, Chunk]]) -> bool:
-        """Let sequences that decode, or will after this pass, keep their KV in buffers for several.
-
-        Where that is wanted or costs less; True when some of them moved.
-        """
-        if self.is_paged or self._attention in (Attention.ROWS, Attention.PAGES):
-            return False
-        brought = {sequence.row: 1 for sequence in decoding}
-        # A prompt that is not cut needs no caches of its own at all.
-        whole = [(s, chunk) for s, chunk in parts if chunk.row is not None and not s.row.token_count]
-        brought |= {sequence.row: len(chunk.token_ids) for sequence, chunk in whole}
-        if self._attention is Attention.AUTO:
-            lengths = [row.token_count + count - 1 for row, count in brought.items()]
-            if not self._slab_choice.prefers_slab(lengths):
-                return False
-        rows: dict[AdapterName, dict[Row, int]] = {}
-        for sequence in (*decoding, *(s for s, _ in whole)):
-            if sequence.row.seated_caches is None and self.forwards[sequence.adapter].facts.takes_slab:
-                rows.setdefault(sequence.adapter, {})[sequence.row] = brought[sequence.row]
-        coming: dict[AdapterName, list[Row]] = {}
-        for sequence, chunk in parts:
-            if chunk.row is None and chunk.length.input_token_count:
-                coming.setdefault(sequence.adapter, []).append(sequence.row)
-        has_moved = False
-        for adapter, found in rows.items():
-            forward = self.forwards[adapter]
-            if self._attention is Attention.SLAB:
-                for row in found:
-                    if row.token_count:
-                        forward.seat(row)
-            else:
-                has_moved |= forward.seat_together(
-                    found, coming=coming.get(adapter, ()), token_limit=self.slab_token_limit
-                )
-        return has_moved
-
     def _forward(
         self,
         adapter: AdapterName,
@@ -321,8 +262,6 @@ class Pipeline:
         now = self._clock.monotonic()
         ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
         self._last_end_time = now
-        if ended.lengths and ended.seated_count in (0, len(ended.lengths)):
-            self._slab_choice.note(ended.lengths, ended.elapsed_s, in_slab=bool(ended.seated_count))
         fed = set() if behind is None else {id(draw.sequence) for draw in behind.draws}
         told: list[Drawn] = []
         for found in ended.read():

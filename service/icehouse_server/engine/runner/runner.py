@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,7 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.kv_growth import KvGrowth
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
@@ -43,8 +40,8 @@ from icehouse_server.engine.runner.forward import (
     Way,
     attending_places,
     examine,
+    kv_places,
     plain_places,
-    slab_places,
 )
 from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
 from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
@@ -61,12 +58,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 _log = logging.getLogger("icehouse.engine")
 
 _POOL_SHARE = 3 / 4
-"""Of what may be used beside the weights, on a GPU: the rest is for what passes compute."""
-_CPU_ROW_BYTE_LIMIT = 2 << 20
-_GPU_ROW_BYTE_LIMIT = 64 << 20
-"""KV that a row may have in each layer to share a buffer: reading more takes some five times as long as what
-is saved, about 35 us a row and layer on a CPU (2-core x86, mlx 0.32.4), and its KV would be held twice while
-it moves."""
+"""Of what may be used beside the weights: the rest is for what passes compute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +70,11 @@ class RunnerSettings:
     kv_group_size: int = 64
     is_pipelined: bool = True
     """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
-    attention: Attention = Attention.ROWS
-    """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
+    attention: Attention = Attention.AUTO
+    """Whether sequences keep their KV to themselves, or in pages where they can."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
-    least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
+    least_lent_layer_bytes: int = 2 << 20
     """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
     less is copied."""
     memory_limit_bytes: int = 0
@@ -124,7 +116,6 @@ class ModelRunner:
         """None for a model that sees none."""
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
-        self._growth = KvGrowth()
         self._freed = FreedBuffers(lambda: 0 if self._paging is None else self._paging.free_bytes)
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
@@ -136,7 +127,6 @@ class ModelRunner:
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
             is_pipelined=settings.is_pipelined,
-            attention=settings.attention,
             clock=clock,
             pass_clock=self._pass_clock,
         )
@@ -159,8 +149,7 @@ class ModelRunner:
         adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
-        self._growth = model_loader.kv_growth()
-        self.blocks.read_layout(growth=self._growth)
+        self.blocks.read_layout()
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
@@ -173,7 +162,6 @@ class ModelRunner:
             self._warm_up(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
-        self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
         self._lend(kv_bytes_per_token)
@@ -182,9 +170,9 @@ class ModelRunner:
             shape,
             kv_bytes_per_token,
             fixed_bytes,
-            growth=self._growth,
+            room_step_token_count=self._room_step_token_count(),
+            copies_to_grow=self._paging is None,
             pool_bytes=0 if self._paging is None else self._paging.bounded_bytes,
-            class_token_limit=self._pipeline.slab_token_limit,
             attended_bytes_per_token=self._attended_bytes(
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
             ),
@@ -213,8 +201,7 @@ class ModelRunner:
     def open(self, sequence_id: SequenceId) -> None:
         self._thread.check()
         assert sequence_id not in self._sequences, sequence_id
-        row = Row(self.row_caches(), growth=self._growth)
-        self._sequences[sequence_id] = OpenSequence(sequence_id, row)
+        self._sequences[sequence_id] = OpenSequence(sequence_id, Row(self.row_caches()))
 
     def run(
         self,
@@ -284,7 +271,7 @@ class ModelRunner:
 
     def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
         """Open a sequence with caches that were rebuilt and hold so many tokens."""
-        row = Row(caches, token_count=token_count, growth=self._growth)
+        row = Row(caches, token_count=token_count)
         self._sequences[sequence_id] = OpenSequence(sequence_id, row)
 
     def row_caches(self) -> list[Cache]:
@@ -305,7 +292,6 @@ class ModelRunner:
         """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
         sequence = self._sequences[chunk.sequence_id]
         sequence.adapter = chunk.adapter
-        sequence.row.length = chunk.length
         sequence.row.rope_positions = chunk.rope_positions
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
@@ -358,51 +344,33 @@ class ModelRunner:
             self.open(sequence_id)
             self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
         self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
-        self.run([])
-        # By row and, where rows share buffers, there.
-        self._pipeline.seat_all()
-        for _ in range(2):
+        for _ in range(3):
             self.run([])
         self.release(list(rows))
         self.run([])
-        self._pipeline.forget_times()
         return bool(self._warm_ups)
 
-    def _slab_token_limit(self, kv_bytes_per_token: int) -> int:
-        """Return how long rows that share buffers may be."""
-        attention = self._settings.attention
-        if attention is Attention.ROWS or not self._facts.takes_slab:
-            return 0
-        if attention is Attention.SLAB:
-            return sys.maxsize
-        limit = _GPU_ROW_BYTE_LIMIT if self._settings.is_pipelined else _CPU_ROW_BYTE_LIMIT
-        return limit * self._kv_layer_count() // max(1, kv_bytes_per_token)
-
-    def _kv_layer_count(self) -> int:
-        """Return how many layers keep KV of unlimited context."""
-        return len(slab_places(self._facts.caches, self.fresh_caches()))
+    def _room_step_token_count(self) -> int:
+        """Return by how many tokens the room for a row's KV grows."""
+        if self._paging is not None:
+            return self._paging.groups[0].pool.shape.page_token_count
+        return kv_caches.step_token_count(self.fresh_caches())
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
-        wanted = self._settings.attention
-        if wanted not in (Attention.PAGES, Attention.AUTO):
+        if self._settings.attention is Attention.ROWS:
             return
         head_count = model_loader.shape_of(loaded).head_count
         has_sinks = model_loader.has_sinks(loaded.model)
         backends = [
             kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
         ]
-        is_proved = all(backends)
-        if wanted is Attention.PAGES:
-            backends = [each or GatherAttention() for each in backends]
         if not all(backends) or not backends:
             why = "no kernels are proved here" if backends else "the model's KV is not of one kind"
             _log.info("pages_unused", extra={"detail": why})
             return
-        sizes = [0] * len(facts)
-        if is_proved:  # plain MLX may copy the pool
-            left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
-            sizes = pool_sizes(facts, size_bytes=int(_POOL_SHARE * left_bytes))
+        left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
+        sizes = pool_sizes(facts, size_bytes=int(_POOL_SHARE * left_bytes))
         self._paging = Paging(
             tuple(
                 PageGroup(
@@ -417,20 +385,18 @@ class ModelRunner:
             ),
             is_bounded=bool(sum(sizes)),
         )
-        self._growth = KvGrowth(facts[0].shape.page_token_count, is_paged=True)
-        self._facts = dataclasses.replace(self._facts, takes_slab=False)
-        self._pipeline.is_paged = True
         self._pipeline.forwards[NO_ADAPTER].paging = self._paging
-        self.blocks.page(self._paging, growth=self._growth)
+        self.blocks.page(self._paging)
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""
         if self._paging is not None:
             return kv_bytes_per_token // len(self._facts.caches)
-        if not self._facts.takes_slab:
+        layer_count = len(kv_places(self._facts.caches, self.fresh_caches()))
+        if not layer_count:
             return 0  # it is the model's own, or reads windows
         return float_bytes(
-            kv_bytes_per_token // self._kv_layer_count(),
+            kv_bytes_per_token // layer_count,
             bits=self._settings.kv_bits,
             group_size=self._settings.kv_group_size,
             number_bytes=number_bytes,
@@ -438,7 +404,7 @@ class ModelRunner:
 
     def _lend(self, kv_bytes_per_token: int) -> None:
         """Have restored rows read long prefixes where the prefix cache keeps them, where attention can."""
-        if not self._facts.takes_slab or self._settings.attention is Attention.SLAB:
+        if self._paging is not None or not kv_places(self._facts.caches, self.fresh_caches()):
             return
         if all(map(reads_segments, self.blocks.kv_dtypes)):
             places = plain_places(self._facts.caches, self.fresh_caches())

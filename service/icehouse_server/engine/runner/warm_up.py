@@ -37,7 +37,7 @@ _REPEATING: Final = SamplingParams(logit_bias=((_TOKEN, 1e4),))
 
 
 def warm_up_rows() -> list[list[DecodeRow]]:
-    """Return the rows of several batches. In a batch no two prompts are as long, so a buffer is uneven.
+    """Return the rows of several batches. In a batch no two prompts are as long.
 
     Filters are by themselves, where logits stay in the model's type; beside a greedy row, for which the
     others are gathered and put back; and beside rows whose options make all logits float32.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from icehouse_server.domain.request import Drafting, GenerationRequest
-from icehouse_server.engine.core.kv_growth import UNKNOWN_LENGTH, KvLength
 from icehouse_server.engine.core.memory_model import _OUTPUT_ALLOWANCE, MemoryModel
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
@@ -84,31 +83,21 @@ class MemoryGuard:
     def pass_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
         """Return what a pass needs more: the transients of its chunks, their KV, and that of its rows."""
         needed = sum(
-            self.chunk_bytes(
-                chunk.stop - chunk.start,
-                chunk.stop,
-                length=chunk.sequence.kv_length,
-                is_measured=chunk.sequence.measures_prompt,
-            )
+            self.chunk_bytes(chunk.stop - chunk.start, chunk.stop, is_measured=chunk.sequence.measures_prompt)
             for chunk in chunks
         )
         for sequence in decoding:
-            held, length = sequence.kv_token_count, sequence.kv_length
-            needed += self._model.kv_bytes(held + 1, length) - self._model.kv_bytes(held, length)
+            held = sequence.kv_token_count
+            needed += self._model.kv_bytes(held + 1) - self._model.kv_bytes(held)
         return needed
 
     def chunk_bytes(
-        self,
-        chunk_token_count: int,
-        context_token_count: int,
-        *,
-        length: KvLength = UNKNOWN_LENGTH,
-        is_measured: bool = False,
+        self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
     ) -> int:
         """Return the transient of one prefill chunk, its KV included, and its logits if they are wanted."""
         transient = self._transient_bytes(chunk_token_count, context_token_count, is_measured=is_measured)
         return transient + self._model.growth_bytes(
-            chunk_token_count=chunk_token_count, context_token_count=context_token_count, length=length
+            chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )
 
     def excess_bytes(self, *, active_bytes: int, needed_bytes: int) -> int:
@@ -133,15 +122,13 @@ class MemoryGuard:
 
     def _let_in_bytes(self, sequence: Sequence) -> int:
         token_count = _let_in_token_count(sequence)
-        kv_bytes = self._model.kv_bytes(token_count, sequence.kv_length)
-        return kv_bytes + self._draft_bytes(sequence.request, token_count)
+        return self._model.kv_bytes(token_count) + self._draft_bytes(sequence.request, token_count)
 
     def _held_bytes(self, sequence: Sequence) -> int:
         held = sequence.kv_token_count
         if not held:
             return sequence.loading_room_token_count * self._model.kv_bytes_per_token
-        kv_bytes = self._model.kv_bytes(held, sequence.kv_length)
-        return kv_bytes + self._draft_bytes(sequence.request, held)
+        return self._model.kv_bytes(held) + self._draft_bytes(sequence.request, held)
 
     def _draft_bytes(self, request: GenerationRequest, token_count: int) -> int:
         speculation = request.speculation

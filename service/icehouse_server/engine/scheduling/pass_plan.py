@@ -59,7 +59,6 @@ class PrefillChunk:
             rope_positions=sequence.rope_positions,
             pooling=request.pooling,
             layers=self.layers,
-            length=sequence.kv_length,
             speculation=request.speculation,
         )
 

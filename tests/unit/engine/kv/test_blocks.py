@@ -57,10 +57,10 @@ class Waits:
 
 
 def cut_beside_passes(
-    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool, attention: Attention
+    folder: Path, kinds: list[RegionKind], waits: Waits, *, is_pipelined: bool
 ) -> tuple[list[HostRegion], int]:
     """Cut the prompt's blocks behind the pass that ends it, go on decoding, and read them last of all."""
-    runner = runner_of(folder, is_pipelined=is_pipelined, attention=attention)
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=Attention.ROWS)
     row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
     sequence_id = SequenceId(1)
     runner.open(sequence_id)
@@ -77,16 +77,15 @@ def cut_beside_passes(
     return list(runner.blocks.begin_to_host([found[kind] for kind in kinds]).take()), wait_count
 
 
-@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.SLAB])
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_cut_waits_for_no_pass_in_flight_and_holds_what_a_waited_one_holds(
-    tmp_path: Path, architecture: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, kinds = tiny_model_dir(tmp_path, architecture), KINDS[architecture]
     waits = Waits(monkeypatch)
-    ahead, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=True, attention=attention)
+    ahead, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=True)
     assert wait_count == 0
-    waited, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=False, attention=attention)
+    waited, wait_count = cut_beside_passes(folder, kinds, waits, is_pipelined=False)
     assert wait_count == 1 + CUTS_WHILE_IT_DECODES, "the counter sees nothing"
     assert [region.kind for region in ahead] == kinds
     for ours, theirs in zip(ahead, waited, strict=True):
@@ -124,7 +123,7 @@ def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
     assert waits.count == 0
 
 
-@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+@pytest.mark.parametrize("attention", Attention)
 def test_a_copy_to_the_host_is_done_when_a_pass_behind_it_has_ended(
     tmp_path: Path, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +136,7 @@ def test_a_copy_to_the_host_is_done_when_a_pass_behind_it_has_ended(
     runner.run([Chunk(SequenceId(1), PROMPT[16:], row=row)])
     waits = Waits(monkeypatch)
     copy = runner.blocks.begin_to_host([found[RegionKind.KV]])
-    assert waits.count == 0 and copy.is_apart is (attention is Attention.PAGES)
+    assert waits.count == 0 and copy.is_apart is (attention is Attention.AUTO)
     done = [copy.is_done]
     for _ in range(3):
         runner.run([])
@@ -186,7 +185,7 @@ def restore_beside_passes(
     return tokens, step_count, wait_count
 
 
-@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+@pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
     tmp_path: Path, architecture: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +202,7 @@ def test_a_restore_waits_for_no_pass_in_flight_and_takes_one_step(
 
 def test_a_block_of_pages_shares_what_its_row_reads(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
-    for attention, is_shared in ((Attention.PAGES, True), (Attention.ROWS, False)):
+    for attention, is_shared in ((Attention.AUTO, True), (Attention.ROWS, False)):
         runner = runner_of(folder, is_pipelined=True, attention=attention)
         assert runner.blocks.facts.shares_captures is is_shared
 
@@ -232,7 +231,7 @@ def test_arrays_for_a_load_are_made_at_once_where_a_pass_is_in_flight(
 def test_a_block_is_cut_in_parts_only_where_each_is_waited_for(
     tmp_path: Path, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined, attention=Attention.ROWS)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT)])
     waits = Waits(monkeypatch)
@@ -244,7 +243,7 @@ def test_a_block_is_cut_in_parts_only_where_each_is_waited_for(
 
 def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
     """Its caches and blocks stayed as long as the sequence that was computed instead."""
-    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False, attention=Attention.ROWS)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
     cut = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])

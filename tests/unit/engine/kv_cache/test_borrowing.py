@@ -79,7 +79,6 @@ def test_who_knows_nothing_of_it_finds_a_cache_of_its_own(own_count: int, look: 
 
 
 def test_who_gives_it_arrays_has_them_in_the_place_of_all_it_held() -> None:
-    """As a slab does, whose slots hold what the row's own caches do not."""
     cache = borrowing()
     cache.append(*tokens(12, 2))
     cache.keys = cache.values = None
@@ -93,11 +92,10 @@ def test_who_gives_it_arrays_has_them_in_the_place_of_all_it_held() -> None:
 
 def test_tokens_are_taken_back_and_room_is_made() -> None:
     cache = borrowing()
-    entry = class_of(cache)
-    assert entry.room_token_count(cache) == 12
-    entry.make_room(cache, 100)
+    assert cache.room_token_count == 12
+    cache.make_room(100)
     cache.append(*tokens(12, 6))
-    assert entry.room_token_count(cache) == 100
+    assert cache.room_token_count == 100
     rewind.rewind([cache], 4)
     assert cache.offset == 14
     keys, _ = cache.append(*tokens(14, 2))

@@ -12,6 +12,7 @@ from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, Drawn
+from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.kv.paging import table_of
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.engine.runner.forward import Attention
@@ -47,7 +48,7 @@ def decode(runner: ModelRunner, name: SequenceId) -> list[Drawn]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_from_ram_is_bit_for_bit_the_one_that_computed_it(tmp_path: Path, dtype: str) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama", dtype=dtype, **WIDE), attention=Attention.PAGES)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama", dtype=dtype, **WIDE), attention=Attention.AUTO)
     blocks = prefill(runner)
     cold = decode(runner, COLD)
     held = [cache.held().tensors for cache in runner.caches(COLD)]
@@ -65,11 +66,11 @@ def test_a_row_from_ram_is_bit_for_bit_the_one_that_computed_it(tmp_path: Path, 
 
 
 def test_rows_from_ram_share_the_pages_of_the_blocks(tmp_path: Path) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama", **WIDE), attention=Attention.PAGES)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama", **WIDE), attention=Attention.AUTO)
     blocks = prefill(runner)
     names = [SequenceId(number) for number in (2, 3, 4)]
     for name in names:
         restore(runner, name, blocks)
     tables = [table_of(runner.caches(name)).runs[0] for name in (COLD, *names)]
     assert all(each.numbers == tables[0].numbers for each in tables)
-    assert len(tables[0].numbers) == len(PROMPT) // BLOCK, "a page is a block"
+    assert len(tables[0].numbers) == len(PROMPT) // PAGE_TOKEN_COUNT

@@ -12,6 +12,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, LayerSpan
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir
@@ -52,7 +53,7 @@ def through(runner: ModelRunner, tokens: tuple[int, ...], cuts: tuple[int, ...])
 def test_tokens_are_those_of_whole_chunks(tmp_path: Path, architecture: str, kv_bits: int) -> None:
     shape = {} if architecture == "qwen3_next" else {"head_dim": 32}
     folder = tiny_model_dir(tmp_path, architecture, **shape)
-    runner = runner_of(folder, is_pipelined=False, kv_bits=kv_bits)
+    runner = runner_of(folder, is_pipelined=False, kv_bits=kv_bits, attention=Attention.ROWS)
     count = runner.layer_count()
     assert count >= 2
     opened(runner, PROMPT, TOKENS, done=20)
@@ -74,7 +75,7 @@ def test_tokens_are_those_of_whole_chunks(tmp_path: Path, architecture: str, kv_
 
 
 def test_blocks_that_are_cut_on_the_way_are_those_of_before(tmp_path: Path) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=False)
+    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=False, attention=Attention.ROWS)
     opened(runner, PROMPT, TOKENS, done=32)
 
     def cut() -> list[bytes]:
@@ -95,7 +96,7 @@ def test_blocks_that_are_cut_on_the_way_are_those_of_before(tmp_path: Path) -> N
 
 
 def test_one_that_is_released_on_the_way_leaves_nothing(tmp_path: Path) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False, attention=Attention.ROWS)
     opened(runner, PROMPT, TOKENS, done=20)
     wanted = joined(runner, PROMPT, TOKENS, 20)
     runner.release([PROMPT])
@@ -113,7 +114,7 @@ def test_one_that_is_released_on_the_way_leaves_nothing(tmp_path: Path) -> None:
 def test_layers_end_with_their_time_and_the_next_pass_goes_on(tmp_path: Path) -> None:
     """The first one runs in any case, and once nothing decodes nobody waits for them."""
     folder = tiny_model_dir(tmp_path, "llama", layer_count=4)
-    runner = runner_of(folder, is_pipelined=False)
+    runner = runner_of(folder, is_pipelined=False, attention=Attention.ROWS)
     count = runner.layer_count()
     opened(runner, PROMPT, TOKENS)
     wanted = joined(runner, PROMPT, TOKENS, 0)

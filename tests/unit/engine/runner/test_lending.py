@@ -39,7 +39,9 @@ def runner_of(folder: Path, **settings: Any) -> ModelRunner:
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=False, kv_group_size=32, **settings),
+        settings=RunnerSettings(
+            **{"is_pipelined": False, "kv_group_size": 32, "attention": Attention.ROWS, **settings}
+        ),
         clock=SystemClock(),
     )
     runner.load()
@@ -89,7 +91,6 @@ def drawn_by(runner: ModelRunner, names: Sequence[int]) -> dict[int, list[int]]:
     [
         ("llama", {}, True),
         ("llama", {"attention": Attention.AUTO}, True),
-        ("llama", {"attention": Attention.SLAB}, False),
         ("llama", {"kv_bits": 8}, False),
         ("gemma3_text", {}, True),
         ("mamba2", {}, False),

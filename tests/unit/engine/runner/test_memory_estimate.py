@@ -20,6 +20,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 
@@ -69,7 +70,7 @@ def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
     runner = ModelRunner(
         source=source,
         tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=False, kv_bits=kv_bits),
+        settings=RunnerSettings(is_pipelined=False, kv_bits=kv_bits, attention=Attention.ROWS),
         clock=SystemClock(),
     )
     runner.load()

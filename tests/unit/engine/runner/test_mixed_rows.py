@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from icehouse_server.clock import SystemClock
+from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
+from icehouse_server.engine.attention.gather import GatherAttention
+from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
@@ -89,9 +93,15 @@ def runner_of(
     *,
     is_pipelined: bool,
     kv_bits: int = 0,
-    attention: Attention = Attention.ROWS,
+    attention: Attention = Attention.AUTO,
+    kernels: PagedAttention | None = None,
     warms_every_draw: bool = False,
+    clock: Clock | None = None,
 ) -> ModelRunner:
+    """Load a runner. `kernels` attend to pages in the place of the device's: plain MLX does where a CPU is to
+    run ahead, since a CPU's own compute while a pass is built."""
+    if kernels is None and is_pipelined and computes_on_cpu():
+        kernels = GatherAttention()
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     runner = ModelRunner(
         source=source,
@@ -103,9 +113,12 @@ def runner_of(
             attention=attention,
             warms_every_draw=warms_every_draw,
         ),
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
     )
-    runner.load()
+    with pytest.MonkeyPatch.context() as patched:
+        if kernels is not None:
+            patched.setattr(runner_module, "kernels_for", lambda shape, **_: kernels)
+        runner.load()
     return runner
 
 
@@ -145,7 +158,7 @@ def ids(drawn: dict[int, list]) -> dict[int, list[int]]:
     return {name: [token.token_id for token in tokens] for name, tokens in drawn.items()}
 
 
-@pytest.mark.parametrize(("kv_bits", "attention"), [*((0, each) for each in Attention), (8, Attention.ROWS)])
+@pytest.mark.parametrize(("kv_bits", "attention"), [*((0, each) for each in Attention), (8, Attention.AUTO)])
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_a_row_draws_the_same_alone_in_company_and_after_parking(
     tmp_path: Path, is_pipelined: bool, kv_bits: int, attention: Attention

@@ -14,7 +14,6 @@ from icehouse_server.engine.attention.gpu.headers import CUDA
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
-from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention
 
 from bench.step.primitives import counted_primitives
@@ -32,7 +31,8 @@ def primitive_growth(folder: Path, attention: Attention) -> float:
 
 
 def _primitives_of_a_pass(folder: Path, attention: Attention, *, row_count: int) -> int:
-    runner = runner_of(folder, is_pipelined=True, attention=attention)
+    kernels = GpuAttention(make_kernel, CUDA)
+    runner = runner_of(folder, is_pipelined=True, attention=attention, kernels=kernels)
     chunks = []
     for number in range(row_count):
         prompt = (5, 6, 7 + number)
@@ -48,18 +48,13 @@ def _primitives_of_a_pass(folder: Path, attention: Attention, *, row_count: int)
     return sum(counts)
 
 
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "kernels_for", lambda shape, **_: GpuAttention(make_kernel, CUDA))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_model_dir(tmp_path, "qwen3")
 
 
 def test_a_pass_of_64_rows_asks_no_more_of_mlx_than_one_of_one_row(folder: Path) -> None:
-    assert primitive_growth(folder, Attention.PAGES) <= 1.05
+    assert primitive_growth(folder, Attention.AUTO) <= 1.05
 
 
 def test_by_row_it_grows_with_the_rows(folder: Path) -> None:

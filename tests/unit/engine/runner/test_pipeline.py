@@ -18,11 +18,10 @@ from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, PassResult
-from icehouse_server.engine.runner import model_loader, speculation
-from icehouse_server.engine.runner import runner as runner_module
+from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
 from icehouse_server.engine.runner.forward import Attention, ForwardPass
-from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.engine.runner.speculation import Trial
 from icehouse_server.engine.sampling import top_p
 
@@ -58,18 +57,8 @@ class TickingClock:
         return self.monotonic()
 
 
-def runner_at(
-    path: Path, clock: Clock, *, is_pipelined: bool, attention: Attention = Attention.ROWS
-) -> ModelRunner:
-    source = model_loader.ModelSource(path=tiny_model_dir(path, "llama"), model_id="tiny")
-    runner = ModelRunner(
-        source=source,
-        tokenizer=model_loader.load_tokenizer(source),
-        settings=RunnerSettings(is_pipelined=is_pipelined, attention=attention),
-        clock=clock,
-    )
-    runner.load()
-    return runner
+def runner_at(path: Path, clock: Clock, *, is_pipelined: bool) -> ModelRunner:
+    return runner_of(tiny_model_dir(path, "llama"), is_pipelined=is_pipelined, clock=clock)
 
 
 def test_a_first_token_is_told_by_its_own_pass_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -90,7 +79,8 @@ def test_a_first_token_is_told_by_its_own_pass_where_that_is_asked_for(tmp_path:
 @pytest.mark.parametrize("is_pipelined", [True, False])
 def test_nothing_is_kept_of_a_row_that_was_released(tmp_path: Path, is_pipelined: bool) -> None:
     """A pass of it may be in flight, and be looked at only when somebody asks for another one."""
-    runner = runner_at(tmp_path, TickingClock(), is_pipelined=is_pipelined)
+    folder = tiny_model_dir(tmp_path, "llama")
+    runner = runner_of(folder, is_pipelined=is_pipelined, attention=Attention.ROWS)
     row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT, row=row)])
@@ -292,9 +282,8 @@ ASKED = Speculation(8, ngram_token_limit=2)
     ("architecture", "attention", "guesses"),
     [
         ("llama", Attention.ROWS, True),
-        ("llama", Attention.SLAB, True),
-        ("llama", Attention.PAGES, True),
-        ("gemma3_text", Attention.PAGES, True),
+        ("llama", Attention.AUTO, True),
+        ("gemma3_text", Attention.AUTO, True),
         # Caches with windows or states cannot be cut while guesses lie behind what is known.
         ("gemma3_text", Attention.ROWS, False),
         ("lfm2", Attention.ROWS, False),
@@ -322,7 +311,7 @@ def test_a_row_that_guesses_keeps_no_other_from_the_device(
     assert (told.count({1, 2}) <= 21) is guesses
 
 
-@pytest.mark.parametrize("attention", [Attention.ROWS, Attention.PAGES])
+@pytest.mark.parametrize("attention", Attention)
 def test_a_block_is_cut_where_guesses_are_in_flight_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attention
 ) -> None:
@@ -354,7 +343,7 @@ def test_a_block_is_cut_where_guesses_are_in_flight_behind_it(
 def test_a_row_that_guesses_alone_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would run ahead meanwhile."""
     always_guess(monkeypatch)
-    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=True)
+    runner = runner_of(tiny_model_dir(tmp_path, "gemma3_text"), is_pipelined=True, attention=Attention.ROWS)
     asked = ASKED
     prompt = tuple(range(3, 290)) * 2
     row = DecodeRow(SamplingParams(), prompt_token_ids=prompt, speculation=asked)
@@ -414,40 +403,3 @@ def test_nothing_is_told_of_a_chunk_whose_sequence_was_released(tmp_path: Path) 
     runner.release([SequenceId(1)])
     runner.open(SequenceId(1))
     assert not runner.run([Chunk(SequenceId(1), PROMPT[:3])]).pooled
-
-
-def seated_counts(
-    path: Path, *, is_pipelined: bool, attention: Attention
-) -> tuple[list[list[int]], list[int]]:
-    """Let ten rows of one length draw; return their tokens, and how many lay in a slab behind each pass."""
-    runner = runner_at(path, TickingClock(), is_pipelined=is_pipelined, attention=attention)
-    ids = [SequenceId(number) for number in range(10)]
-    prompts = [tuple(3 + (number * 31 + j * 7) % 290 for j in range(12)) for number in ids]
-    for sequence_id in ids:
-        runner.open(sequence_id)
-    chunks = [
-        Chunk(sequence_id, tokens, row=DecodeRow(SamplingParams(), prompt_token_ids=tokens))
-        for sequence_id, tokens in zip(ids, prompts, strict=True)
-    ]
-    told: dict[int, list[int]] = {sequence_id: [] for sequence_id in ids}
-    counts = []
-    for number in range(10):
-        for drawn in runner.run(chunks if not number else []).drawn:
-            told[drawn.sequence_id].append(drawn.token_id)
-        rows = [runner._sequences[sequence_id].row for sequence_id in ids]
-        counts.append(sum(row.seated_caches is not None for row in rows))
-    return list(told.values()), counts
-
-
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_rows_are_tried_in_a_slab_once_passes_by_row_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pipelined: bool
-) -> None:
-    # Where its KV can lie in pages, a device that runs ahead has it there.
-    monkeypatch.setattr(runner_module, "kernels_for", lambda *args, **how: None)
-    by_row, nobody = seated_counts(tmp_path / "rows", is_pipelined=is_pipelined, attention=Attention.ROWS)
-    forced, everybody = seated_counts(tmp_path / "slab", is_pipelined=is_pipelined, attention=Attention.SLAB)
-    chosen, counts = seated_counts(tmp_path / "auto", is_pipelined=is_pipelined, attention=Attention.AUTO)
-    assert nobody == [0] * 10 and everybody[1:] == [10] * 9
-    assert counts[:5] == [0] * 5 and counts[-1] == 10, "five passes by row are measured first"
-    assert by_row == forced == chosen

@@ -17,8 +17,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.runner import pipeline, speculation
-from icehouse_server.engine.runner import runner as runner_module
-from icehouse_server.engine.runner.forward import Attention, slab
+from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir
@@ -92,10 +91,10 @@ def rows_of_requests() -> Iterator[tuple[str, list[DecodeRow]]]:
     yield "logprobs", [DecodeRow(SamplingParams(), PROMPT, logprobs=LogprobsWanted(top_count=3))]
     repeats = SamplingParams(logit_bias=((5, 1e4),))
     yield "guesses", [DecodeRow(repeats, PROMPT, speculation=Speculation(draft_token_limit=4))]
-    yield "slab", [DecodeRow(SamplingParams(), PROMPT[:count]) for count in (2, 3, 4, 5)]
+    yield "uneven", [DecodeRow(SamplingParams(), PROMPT[:count]) for count in (2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("attention", [Attention.AUTO, Attention.SLAB])
+@pytest.mark.parametrize("attention", Attention)
 def test_no_request_is_the_first_to_run_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attention
 ) -> None:
@@ -119,30 +118,18 @@ def test_no_request_is_the_first_to_run_a_kernel(
     assert drawn[True] == drawn[False], "it leaves nothing behind"
 
 
-def test_uneven_rows_share_buffers_and_guesses_are_fed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uneven: list[bool] = []
+def test_guesses_are_fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guessed: list[Any] = []
-    begin, guess = slab.SlotRun.__init__, speculation.guesses_of
-
-    def noted(run: Any, *args: Any, **how: Any) -> None:
-        begin(run, *args, **how)
-        uneven.append(run._mask is not None)
+    guess = speculation.guesses_of
 
     def told(*args: Any) -> Any:
         found = guess(*args)
         guessed.extend(found[0])
         return found
 
-    monkeypatch.setattr(slab.SlotRun, "__init__", noted)
     monkeypatch.setattr(pipeline, "guesses_of", told)
-    # Where its KV can lie in pages, a device that runs ahead has it there.
-    monkeypatch.setattr(runner_module, "groups_of", lambda *args, **how: ())
-    runner = runner_of(
-        tiny_model_dir(tmp_path, "llama"), is_pipelined=True, attention=Attention.AUTO, warms_every_draw=True
-    )
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=True, warms_every_draw=True)
     while runner.warm_up_more():
         pass
-    assert any(uneven) and any(len(each) for each in guessed)
+    assert any(len(each) for each in guessed)
     assert runner._sequences == {}

@@ -17,7 +17,6 @@ from icehouse_server.domain.request import (
     Speculation,
     image_digest,
 )
-from icehouse_server.engine.core.kv_growth import KvGrowth, KvLength
 from icehouse_server.engine.core.mailbox import Cancel
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
@@ -120,18 +119,22 @@ def test_an_image_that_never_fits_is_refused_before_it_waits_and_counts_before_i
     assert before >= needed > guard.start_bytes(sequence), "behind the image nothing is encoded"
 
 
-def test_rows_are_charged_for_slots_as_long_as_the_device_wants_them() -> None:
-    lengths = {}
-    for grid in (1, 256):
-        model = dataclasses.replace(memory_model(), growth=KvGrowth(grid), class_token_limit=1024)
-        lengths[grid] = [model.kv_bytes(count, KvLength(count, count)) // 10 for count in (100, 300, 600)]
-    assert lengths == {1: [128, 384, 768], 256: [256, 512, 768]}
+def test_rows_are_charged_for_whole_steps_of_room() -> None:
+    charged = {}
+    for step in (1, 64, 256):
+        model = dataclasses.replace(memory_model(), room_step_token_count=step)
+        charged[step] = [model.kv_bytes(count) // 10 for count in (0, 100, 256, 257)]
+    assert charged == {1: [0, 100, 256, 257], 64: [0, 128, 256, 320], 256: [0, 256, 256, 512]}
 
 
-def test_rows_are_charged_for_the_room_that_their_slots_have_for_a_reply() -> None:
-    model = dataclasses.replace(memory_model(), growth=KvGrowth(), class_token_limit=1024)
-    charged = [model.kv_bytes(40, KvLength(40, limit)) // 10 for limit in (88, 1024)]
-    assert charged == [128, 256]
+def test_arrays_that_grow_are_charged_for_their_copy_and_pages_for_themselves() -> None:
+    shape = dataclasses.replace(memory_model().shape, layer_count=4)
+    paged = dataclasses.replace(memory_model(), shape=shape, room_step_token_count=64)
+    copied = dataclasses.replace(paged, copies_to_grow=True)
+    for stop, added, copies in ((256, 0, 64), (257, 64, 160)):
+        asked = {"chunk_token_count": 1, "context_token_count": stop}
+        assert paged.growth_bytes(**asked) == 10 * added
+        assert copied.growth_bytes(**asked) == 10 * (added + copies)
 
 
 def test_without_a_limit_everything_fits() -> None:
@@ -318,9 +321,11 @@ def a_sequence(number: int, token_count: int, *, output_token_limit: int = 100) 
 
 
 def llama_8b(**changes) -> MemoryGuard:
-    """Llama 8B in bfloat16 with chunks of 1,024 tokens."""
+    """Llama 8B in bfloat16 with pages of 64 tokens and chunks of 1,024."""
     shape = ModelShape(4096, 32, 32, 14336, 128256, 2, keeps_scores=False)
-    model = MemoryModel(shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, growth=KvGrowth())
+    model = MemoryModel(
+        shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, room_step_token_count=64
+    )
     return MemoryGuard(
         dataclasses.replace(model, **changes), limit_bytes=1, weight_bytes=0, chunk_token_count=1024
     )
@@ -331,13 +336,14 @@ def test_rows_that_decode_are_charged_for_nothing_but_the_kv_they_were_let_in_fo
     rows = [a_sequence(number, 500, output_token_limit=200) for number in range(127)]
     for row in rows:
         row.phase, row.processed_token_count, row.fed_ahead_count = Phase.DECODING, 499, 1
-    assert guard.growth_bytes(rows) == 127 * (700 - 628) * 131072, "to the 700 tokens that they may have"
+    assert guard.growth_bytes(rows) == 127 * (704 - 512) * 131072, "to the 700 tokens that they may have"
     for row in rows:
         row.output_token_ids += [1] * 190
     assert guard.growth_bytes(rows) == 0, "what they hold reaches to their end"
     assert guard.pass_bytes([], decoding=rows) == 0
-    rows[0].output_token_ids = [1] * 128
-    assert guard.pass_bytes([], decoding=rows) == 12 * 131072, "one outgrows what its input had room for"
+    rows[0].output_token_ids = [1] * 12
+    assert guard.pass_bytes([], decoding=rows) == 64 * 131072, "one begins another page"
+    rows[0].output_token_ids = [1] * 190
     newcomer = a_sequence(200, 500)
     assert guard.start_bytes(newcomer, beside=rows) == guard.start_bytes(newcomer)
 
@@ -360,12 +366,12 @@ def test_kv_whose_arrays_are_there_for_the_readers_is_not_charged_again() -> Non
     loading = a_sequence(1, 1000)
     loading.phase = Phase.LOADING
     whole = guard.growth_bytes([loading])
-    assert whole == 1100 * 131072
+    assert whole == 1152 * 131072
     loading.loading_room_token_count = 1064
-    assert guard.growth_bytes([loading]) == 36 * 131072
+    assert guard.growth_bytes([loading]) == 88 * 131072
     newcomer = a_sequence(2, 1000)
     needed = guard.start_bytes(newcomer, beside=[loading])
-    assert needed == guard.start_bytes(newcomer) + 36 * 131072
+    assert needed == guard.start_bytes(newcomer) + 88 * 131072
 
 
 def test_one_transient_is_kept_for_all_inputs_that_are_still_to_run() -> None:

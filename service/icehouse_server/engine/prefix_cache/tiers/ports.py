@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.engine.core.kv_growth import UNALIGNED, KvGrowth
 from icehouse_server.storage.api import ColdTier, KvPlace, Loaded, NewRows, Ticket
 
 
@@ -27,8 +26,6 @@ class CacheFacts:
     """The longest sliding window in tokens, 0 if there is none."""
     shortest_window_token_count: int = 0
     """The shortest one; 0 where there is none, or where all are alike."""
-    growth: KvGrowth = UNALIGNED
-    """For how many tokens kv that is put back has room."""
     least_lent_token_count: int = 0
     """From how many tokens on a sequence that is put back reads kv in RAM where it is; 0 if it never does."""
     shares_captures: bool = False

@@ -19,14 +19,12 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 - `Share.features` are put in the place of tokens' embeddings: what a vision tower made of an image.
 - `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
   how many tokens. Evaluate what is made of them before the next pass.
-- `forward.seat(row)` keeps a decoding row's KV in the slab, `row.leave_company()` takes it out;
-  `forward.forget(row)` when it ends.
+- `row.leave_company()` when it ends.
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
 from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT
 from icehouse_server.engine.runner.forward.trial import examine
 from icehouse_server.engine.runner.forward.ways import (
     Attention,
@@ -34,12 +32,11 @@ from icehouse_server.engine.runner.forward.ways import (
     PassFacts,
     Way,
     attending_places,
+    kv_places,
     plain_places,
-    slab_places,
 )
 
 __all__ = [
-    "LEAST_ROW_COUNT",
     "Attention",
     "Features",
     "ForwardPass",
@@ -52,6 +49,6 @@ __all__ = [
     "Way",
     "attending_places",
     "examine",
+    "kv_places",
     "plain_places",
-    "slab_places",
 ]

@@ -15,14 +15,10 @@ from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
 from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
-from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer, Piece
+from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer
 from icehouse_server.engine.runner.forward.masks import Mask
-from icehouse_server.engine.runner.forward.slab import Seat
 from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SinglePlace, Spans
 from icehouse_server.engine.runner.forward.ways import NotSplittable
-
-_KEPT_ELSEWHERE = (Seat, BorrowingCache)
-"""Plain caches whose arrays are not, or not all, their own."""
 
 
 def attend(
@@ -35,26 +31,12 @@ def attend(
     if layer.paged is not None:
         return attend_pages(layer, layer.paged, queries, keys, values, scale=scale, masks=masks, sinks=sinks)
     if layer.fetched is None:
-        layer.pieces = _pieces(layer, masks)
-        cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
-        parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
-        written = [_write(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts]
-        layer.fetched = [
-            _read(layer, piece, found) for piece, found in zip(layer.pieces, written, strict=True)
-        ]
-    cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
-    calls: list[Call] = []
-    for piece, q, fetched in zip(layer.pieces, _cut(queries, cuts), layer.fetched, strict=True):
-        if piece.run is None:
-            calls += _calls(layer, piece, q, fetched, masks)
-        elif masks is None or all(each is None for each in masks[piece.first : piece.last]):
-            calls.append(piece.run.call(q, fetched))
-        else:
-            raise NotSplittable("a mask came for keys that were written for rows without one")
+        layer.fetched = _updated(layer, keys, values, masks, has_sinks=sinks is not None)
+    calls = _calls(layer, queries, layer.fetched, masks)
     if layer.cache_class.takes_fused_attention:
         outputs = fused_attention(calls, scale=scale, sinks=sinks)
     else:
-        outputs = quantized_attention(calls, cache=layer.kept_as, scale=scale, sinks=sinks)
+        outputs = quantized_attention(calls, cache=layer.caches[0], scale=scale, sinks=sinks)
     outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
@@ -116,68 +98,26 @@ def _together(spans: Spans, masks: Sequence[Mask] | None, *, takes_chunks: bool)
     return count, spans.starts[count] if count < len(spans.starts) else spans.token_count
 
 
-def _pieces(layer: FlatLayer, masks: Sequence[Mask] | None) -> list[Piece]:
-    """Return the rows in pieces: those side by side in a slab together, all others each by itself."""
-    pieces, first = [], 0
-    for begin, end, run in layer.runs:
-        if masks is not None and any(mask is not None for mask in masks[begin:end]):
-            continue
-        if begin > first:
-            pieces.append(Piece(first, begin, None))
-        pieces.append(Piece(begin, end, run))
-        first = end
-    if first < len(layer.caches):
-        pieces.append(Piece(first, len(layer.caches), None))
-    return pieces
-
-
-def _write(
-    layer: FlatLayer,
-    piece: Piece,
-    keys: mx.array,
-    values: mx.array,
-    masks: Sequence[Mask] | None,
-    *,
-    has_sinks: bool,
-) -> list[tuple[Any, Any] | Seat]:
-    """Put the rows' keys and values into their caches; return what each row then attends to.
-
-    What lies in buffers for several is read once all of them have written: it stands as the row's seat, or
-    not at all for a run.
-    """
-    if piece.run is not None:
-        piece.run.write(layer.place, keys, values)
-        return []
+def _updated(
+    layer: FlatLayer, keys: mx.array, values: mx.array, masks: Sequence[Mask] | None, *, has_sinks: bool
+) -> list[tuple[Any, Any]]:
+    """Put the rows' keys and values into their caches; return what each row then attends to."""
     spans, is_plain = layer.spans, layer.cache_class.is_plain
-    found: list[tuple[Any, Any] | Seat] = []
-    cuts = _row_cuts(layer, piece)
-    for number, (k, v) in enumerate(zip(_cut(keys, cuts), _cut(values, cuts), strict=True), piece.first):
+    found: list[tuple[Any, Any]] = []
+    for number, (k, v) in enumerate(zip(_cut(keys, spans.cuts), _cut(values, spans.cuts), strict=True)):
         cache = layer.caches[number]
-        if is_plain and number < spans.single_count and not isinstance(cache, _KEPT_ELSEWHERE):
+        is_lent = isinstance(cache, BorrowingCache)
+        if is_plain and number < spans.single_count and not is_lent:
             found.append(append_one(cache, k, v, spans.single_places[number]))
             continue
         if spans.counts[number] > 1:
             k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
         mask = None if masks is None else masks[number]
-        if isinstance(cache, Seat):
-            cache.write(k, v)
-            found.append(cache)
-        elif isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
+        if is_lent and not has_sinks and reads_segments(k.dtype, mask=mask):
             found.append(cache.append(k, v))
         else:
             found.append(cache.update_and_fetch(k, v))
     return found
-
-
-def _read(layer: FlatLayer, piece: Piece, written: Sequence[tuple[Any, Any] | Seat]) -> Any:
-    """Return what each row of a piece attends to, or all of a run."""
-    if piece.run is not None:
-        return piece.run.fetch(layer.place)
-    counts = layer.spans.counts
-    return [
-        found.fetch(counts[number]) if isinstance(found, Seat) else found
-        for number, found in enumerate(written, piece.first)
-    ]
 
 
 def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -> tuple[Any, Any]:
@@ -198,27 +138,19 @@ def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -
 
 def _calls(
     layer: FlatLayer,
-    piece: Piece,
     queries: mx.array,
     fetched: Sequence[tuple[Any, Any]],
     masks: Sequence[Mask] | None,
 ) -> list[Call]:
     """Return each row's attention, [1, heads, tokens, size]."""
-    by_row = _cut(queries, _row_cuts(layer, piece))
+    by_row = _cut(queries, layer.spans.cuts)
     if masks is None and layer.is_plain:  # the many short rows of decoding
         return [Call(q, k, v) for q, (k, v) in zip(by_row, fetched, strict=True)]
     found = []
-    for i, (q, (k, v)) in enumerate(zip(by_row, fetched, strict=True), piece.first):
+    for i, (q, (k, v)) in enumerate(zip(by_row, fetched, strict=True)):
         mask = masks[i] if masks is not None else None
         found.append(Call(q.swapaxes(0, 2) if layer.spans.counts[i] > 1 else q, k, v, mask))
     return found
-
-
-def _row_cuts(layer: FlatLayer, piece: Piece) -> list[int]:
-    starts = layer.spans.starts
-    if piece.first == 0:
-        return list(starts[1 : piece.last])
-    return [start - starts[piece.first] for start in starts[piece.first + 1 : piece.last]]
 
 
 def _cut(array: mx.array, cuts: list[int]) -> list[mx.array]:

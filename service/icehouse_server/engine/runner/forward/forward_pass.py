@@ -7,15 +7,13 @@ is built lazily: nothing is computed until its arrays are evaluated. Inference t
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from icehouse_server.engine.core.kv_growth import slot_room
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.places import places_of
 from icehouse_server.engine.kv_cache.cache_classes import leaves
@@ -41,13 +39,9 @@ from icehouse_server.engine.runner.forward.model_seam import (
     share_angles,
 )
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.slab import LEAST_ROW_COUNT, Slab
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.state_group import StateGroup
-from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way, slab_places
-
-_LEAST_STAY = 32
-"""Tokens for which a row is worth seating: all that it holds is copied."""
+from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +69,6 @@ class ForwardPass:
         self._group: StateGroup | None = None
         self._leaf_ways: list[CacheWay] | None = None
         self._trunk: Trunk | None = None
-        self._slab: Slab | None = None
         self.paging: Paging | None = None
         """Set once rows' KV lies in pages."""
         self._embedding: Embedding | None = None
@@ -103,9 +96,7 @@ class ForwardPass:
             return self._run_alone(token_ids, shares)
         if self._leaf_ways is None:
             self._leaf_ways = _leaf_ways(self.facts.caches, shares[0].row.raw_caches)
-        if self._slab is not None:
-            self._slab.prepare([share.row for share in shares], [share.token_count for share in shares])
-        spans = Spans.of(shares, slab=self._slab)
+        spans = Spans.of(shares)
         self._regroup(spans)
         views = self._views(spans)
         wanted = _Wanted.of(spans)
@@ -167,56 +158,6 @@ class ForwardPass:
             chunk.end()
         return arrays
 
-    def forget(self, row: Row) -> None:
-        """Let go of a row that ends: nobody reads its caches any more."""
-        for keeper in tuple(row.keepers):
-            keeper.drop(row)
-
-    def seat(self, row: Row, *, more: int = 1, slot_count: int = 0) -> None:
-        """Keep a decoding row's KV in the slab, for one attention with others of its length.
-
-        Only where `facts.takes_slab`; `Row.leave_company` gives it caches of its own again. `more`: tokens
-        that there should be room for. `slot_count`: how many rows come together, so that buffers grow once.
-        """
-        assert self.facts.takes_slab and (row.token_count or self._slab), "This row cannot be in a slab"
-        self._slab_for(row).seat(row, more=more, slot_count=slot_count)
-
-    def seat_together(self, rows: Mapping[Row, int], *, coming: Sequence[Row] = (), token_limit: int) -> bool:
-        """Seat rows that are not seated, where enough of a length class come together; True when any was.
-
-        `rows` tells how many tokens each one's next pass brings; without any yet, a row can be seated once
-        another one was. `coming` are about to: buffers have room for them from the beginning. Rows that need
-        room for more than `token_limit` stay by themselves.
-        """
-        by_class: dict[int, dict[Row, int]] = {}
-        for row, count in rows.items():
-            after = row.token_count + count
-            room = slot_room(after, row.length, token_limit=token_limit)
-            stays = min(after + _LEAST_STAY, row.length.limit_token_count) <= token_limit
-            if stays and room <= token_limit and (row.token_count or self._slab is not None):
-                by_class.setdefault(row.slot_length(room), {})[row] = room - row.token_count
-        rooms = [
-            slot_room(row.length.input_token_count, row.length, token_limit=token_limit) for row in coming
-        ]
-        coming_counts = collections.Counter(
-            row.slot_length(room) for row, room in zip(coming, rooms, strict=True)
-        )
-        has_seated = False
-        for length, found in by_class.items():
-            seated_count = self._slab.count(length) if self._slab is not None else 0
-            if seated_count + len(found) >= LEAST_ROW_COUNT:
-                slot_count = seated_count + len(found) + coming_counts[length]
-                for row, more in found.items():
-                    self._slab_for(row).token_limit = token_limit
-                    self.seat(row, more=more, slot_count=slot_count)
-                has_seated = True
-        return has_seated
-
-    def _slab_for(self, row: Row) -> Slab:
-        if self._slab is None:
-            self._slab = Slab(row, slab_places(self.facts.caches, row.raw_caches))
-        return self._slab
-
     def _call(
         self,
         token_ids: mx.array,
@@ -256,7 +197,7 @@ class ForwardPass:
         return logits, hidden
 
     def _views(self, spans: Spans) -> list[View]:
-        columns = zip(*(row.pass_caches for row in spans.rows), strict=True)
+        columns = zip(*(row.raw_caches for row in spans.rows), strict=True)
         views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
         if self._group is not None:
             found = leaf_views(views)
@@ -264,12 +205,6 @@ class ForwardPass:
                 split = found[place]
                 assert isinstance(split, SplitLayer)
                 split.stacked = stacked
-        if self._slab is not None:
-            runs = self._slab.runs(spans.rows[: spans.single_count])
-            for place in self._slab.places if runs else ():
-                flat = views[place]
-                assert isinstance(flat, FlatLayer)
-                flat.runs, flat.place = runs, place
         if self.paging is not None:
             _put_pages(self.paging, spans, views)
         return views
@@ -304,8 +239,6 @@ class ForwardPass:
         arrays: list[Any] = [*told, *self._unseen_arrays(spans, sees_all=bool(told))]
         if self._group is not None:
             arrays += self._group.arrays
-        if self._slab is not None and not told:
-            arrays += self._slab.arrays()
         return PassOutput(told_logits, wanted.logit_spans, told_hidden, wanted.hidden_spans, arrays)
 
     def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import mlx.core as mx
 
 from icehouse_server.engine.attention.port import TokenPlaces
 from icehouse_server.engine.kv.table import PageGroup
-from icehouse_server.engine.kv_cache.cache_classes import CacheClass, class_of, is_list
+from icehouse_server.engine.kv_cache.cache_classes import class_of, is_list
 from icehouse_server.engine.runner.forward.masks import (
     Mask,
     RowMasks,
@@ -23,7 +23,6 @@ from icehouse_server.engine.runner.forward.masks import (
     chunked_masks,
     default_masks,
 )
-from icehouse_server.engine.runner.forward.slab import Seat, SlotRun
 from icehouse_server.engine.runner.forward.spans import Spans
 from icehouse_server.engine.runner.forward.ways import CacheWay, NotSplittable, Way
 
@@ -33,20 +32,6 @@ _CONSTANTS = frozenset({"max_size", "keep", "chunk_size", "group_size"})
 HANDED: Final[dict[int, FlatLayer]] = {}
 """The layers of the pass being built, by the identity of the keys they handed through: some models' later
 layers attend to an earlier one's keys without its cache. Empty between passes, which one thread builds."""
-
-
-def class_in(caches: Sequence[Any]) -> CacheClass:
-    """Return the entry of the rows' caches of one layer: all are of one class, be they in a slab or not."""
-    first = caches[0]
-    return first.cache_class if isinstance(first, Seat) else class_of(first)
-
-
-class Piece(NamedTuple):
-    """Rows [first, last) of a pass in one layer: of one buffer, or each by itself."""
-
-    first: int
-    last: int
-    run: SlotRun | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,9 +55,6 @@ class FlatLayer:
         "handed",
         "offset",
         "paged",
-        "pieces",
-        "place",
-        "runs",
         "spans",
     )
 
@@ -80,19 +62,14 @@ class FlatLayer:
         self.caches = caches
         self.paged: PagedLayer | None = None
         """Where keys and values lie, if that is in pages."""
-        self.cache_class = class_in(caches)
+        self.cache_class = class_of(caches[0])
         """Of all rows' caches."""
         self.spans = spans
         self.offset = spans.positions
         self.handed: tuple[Any, Any] | None = None
         """What the model was told to be the fetched keys and values."""
         self.fetched: list[Any] | None = None
-        """Each piece's keys and values, once attention has updated the caches."""
-        self.pieces: list[Piece] = []
-        self.runs: Sequence[tuple[int, int, SlotRun]] = ()
-        """Rows whose KV of this layer lies in one buffer, from which row to which."""
-        self.place = 0
-        """The layer's place among a row's caches, which its buffers are found by."""
+        """Each row's keys and values, once attention has updated the caches; nothing of those in pages."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _CONSTANTS:
@@ -119,12 +96,6 @@ class FlatLayer:
         """[3, tokens], for models that tell an image's rows and columns; of text all three are alike."""
         laid = self.spans.rope_positions
         return mx.broadcast_to(self.offset, (3, *self.offset.shape)) if laid is None else laid
-
-    @property
-    def kept_as(self) -> Any:
-        """A row's own cache, which says how keys and values are kept: alike by all."""
-        first = self.caches[0]
-        return first.cache if isinstance(first, Seat) else first
 
     @property
     def is_plain(self) -> bool:
@@ -198,7 +169,7 @@ class SplitLayer:
         """Return the rows' masks for what the model passed to the module."""
         if isinstance(mask, RowMasks):
             return mask.masks
-        if class_in(self.caches).masks_chunks:
+        if class_of(self.caches[0]).masks_chunks:
             return chunked_masks(self.caches, self.spans.counts)
         return default_masks(self.caches, self.spans.counts, as_array=True)
 

@@ -1,8 +1,8 @@
 """Row of a forward pass: one sequence's caches, how many tokens they hold, and how tokens are taken back.
 
-Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, so that what cuts,
-keeps and rebuilds caches reads them as they are. Where the states of several decoding rows are kept
-stacked (`state_group`), looking at `Row.caches` puts this row's share of them in first.
+Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, or lie in pages, so
+that what cuts, keeps and rebuilds caches reads them as they are. Where the states of several decoding rows
+are kept stacked (`state_group`), looking at `Row.caches` puts this row's share of them in first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Protocol
 import mlx.core as mx
 
 from icehouse_server.domain.request import RopePositions
-from icehouse_server.engine.core.kv_growth import UNALIGNED, UNKNOWN_LENGTH, KvGrowth, KvLength
 from icehouse_server.engine.kv.paging import table_of
-from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 
 
 class Keeper(Protocol):
-    """Whoever holds part of a row's caches elsewhere while it decodes in company."""
+    """What holds states of a row elsewhere while it decodes in company."""
 
     def settle(self, row: Row) -> None:
         """Put what is this row's into its caches; it stays in company."""
@@ -32,46 +30,27 @@ class Keeper(Protocol):
         """Put what is this row's into its caches for good."""
         ...
 
-    def drop(self, row: Row) -> None:
-        """Let go of a row that ends."""
-        ...
-
 
 class Row:
     """One sequence in forward passes."""
 
     __slots__ = (
         "_caches",
-        "_growth",
         "_mark",
-        "_room_token_count",
-        "is_damaged",
-        "keepers",
-        "length",
+        "keeper",
         "rope_positions",
-        "seated_caches",
         "table",
     )
 
-    def __init__(
-        self, caches: Sequence[Cache], *, token_count: int = 0, growth: KvGrowth = UNALIGNED
-    ) -> None:
+    def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
         """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
         self._caches = list(caches)
-        self._growth = growth
-        self._room_token_count = kv_caches.room_token_count(caches) if token_count else 0
-        self.length: KvLength = UNKNOWN_LENGTH
-        """What is known of it beforehand."""
         self.rope_positions: RopePositions | None = None
         """Of its tokens, where they are not those in the sequence."""
         self.table = table_of(caches)
         """Where what is paged of it lies."""
         self.token_count = token_count
-        self.keepers: list[Keeper] = []
-        self.seated_caches: list[Cache] | None = None
-        """What passes use instead of the caches while a slab keeps some of them."""
-        self.is_damaged = False
-        """Whether its caches hold what is no number: it ends, and leaves no trace of them."""
+        self.keeper: Keeper | None = None
         self._mark: _Mark | None = None
 
     @property
@@ -86,8 +65,8 @@ class Row:
     @property
     def caches(self) -> list[Cache]:
         """The caches with everything of this row in them, to be read or copied, not to be written."""
-        for keeper in self.keepers:
-            keeper.settle(self)
+        if self.keeper is not None:
+            self.keeper.settle(self)
         return self._caches
 
     @property
@@ -95,41 +74,19 @@ class Row:
         """The cache objects; what a keeper holds may be missing in them."""
         return self._caches
 
-    @property
-    def pass_caches(self) -> list[Cache]:
-        """What passes use: the cache objects, or seats in a slab."""
-        return self.seated_caches or self._caches
-
     def make_room(self, count: int) -> None:
-        """Have the arrays grow, if `count` more tokens make them, to what the row's length calls for."""
-        token_count = self.token_count + count
-        self.table.make_room(token_count)
-        if token_count <= self._room_token_count or self.seated_caches is not None:
-            return
-        self._room_token_count = self.room_for(count)
-        kv_caches.make_room(self._caches, self._room_token_count)
-
-    def room_for(self, count: int) -> int:
-        """Return for how many tokens arrays have room that grow for `count` more than it holds."""
-        return self._growth.room(self.token_count + count, self.length)
-
-    def slot_length(self, token_count: int) -> int:
-        """Return how long a slot for so many tokens of this row is."""
-        return self._growth.slot_length(token_count)
-
-    def note_copied(self, room_token_count: int) -> None:
-        """Note that the caches' arrays are new ones, with room for so many tokens."""
-        self._room_token_count = room_token_count
+        """Have pages for `count` more tokens, where there are pages."""
+        self.table.make_room(self.token_count + count)
 
     def leave_company(self) -> None:
         """Have everything of this row in its caches, and nowhere else."""
-        for keeper in tuple(self.keepers):
-            keeper.leave(self)
-        assert not self.keepers, self.keepers
+        if self.keeper is not None:
+            self.keeper.leave(self)
+        assert self.keeper is None, self.keeper
 
     def take_over(self, caches: Sequence[Cache], *, count: int) -> None:
         """Go on with caches that were forked from its own and hold `count` tokens more."""
-        assert self.seated_caches is None and not self.keepers, "Only a row by itself has its own caches"
+        assert self.keeper is None, "Only a row by itself has its own caches"
         self._caches = list(caches)
         self.token_count += count
         self.forget_mark()

@@ -12,7 +12,6 @@ import numpy as np
 from icehouse_server.domain.request import text_positions
 from icehouse_server.engine.runner.forward.masks import Whole
 from icehouse_server.engine.runner.forward.row import Row, Share
-from icehouse_server.engine.runner.forward.slab import Slab
 
 SHORT_TOKEN_COUNT: Final = 64
 """Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
@@ -48,9 +47,9 @@ class Spans:
     single_places: list[SinglePlace] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, shares: Sequence[Share], *, slab: Slab | None = None) -> Spans:
+    def of(cls, shares: Sequence[Share]) -> Spans:
         """Lay the shares out."""
-        order = sorted(range(len(shares)), key=lambda i: _place(shares[i], slab))
+        order = sorted(range(len(shares)), key=lambda i: _rank(shares[i]))
         laid = tuple(shares[i] for i in order)
         counts = tuple(share.token_count for share in laid)
         starts: list[int] = []
@@ -121,10 +120,6 @@ def _wholes(shares: Sequence[Share]) -> tuple[tuple[Whole, ...], ...]:
         for share in shares
     )
     return found if any(found) else ()
-
-
-def _place(share: Share, slab: Slab | None) -> tuple[int, ...]:
-    return (_rank(share), *(slab.key_of(share.row) if slab is not None else ()))
 
 
 def _rank(share: Share) -> int:

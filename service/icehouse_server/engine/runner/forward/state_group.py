@@ -29,7 +29,7 @@ class StateGroup:
             for place, column in zip(places, zip(*states, strict=True), strict=True)
         }
         for row in self.rows:
-            row.keepers.append(self)
+            row.keeper = self
 
     def is_of(self, rows: Sequence[Row]) -> bool:
         """Tell whether these rows, in this order, are the group."""
@@ -47,11 +47,7 @@ class StateGroup:
         """Put a row's slice into its caches; the group does not know it any more."""
         self.settle(row)
         del self._number[id(row)]
-        row.keepers.remove(self)
-
-    def drop(self, row: Row) -> None:
-        """Let go of a row that ends."""
-        self.leave(row)
+        row.keeper = None
 
     def has(self, row: Row) -> bool:
         """Tell whether a row is in the group still."""

@@ -21,7 +21,7 @@ from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.model_seam import Trunk
 from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
-from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates, slab_places
+from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -66,7 +66,6 @@ def examine(
         if not error:
             return dataclasses.replace(
                 facts,
-                takes_slab=bool(slab_places(ways, caches)),
                 layer_count=_layer_count(model, facts, make, yardstick) if goes_layered else 0,
             )
         errors.append(error)

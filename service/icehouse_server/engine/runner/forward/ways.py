@@ -7,8 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from icehouse_server.engine.kv_cache.cache_classes import class_of, is_list
-from icehouse_server.engine.kv_cache.sharing import can_share
+from icehouse_server.engine.kv_cache.cache_classes import PlainKv, class_of, is_list
 
 
 class NotSplittable(Exception):
@@ -27,17 +26,13 @@ class Way(enum.Enum):
 
 
 class Attention(enum.Enum):
-    """How decoding rows attend."""
+    """How rows attend."""
 
+    AUTO = "auto"
+    """All together to pages of one pool, where the model's KV can lie there and the device's attention over
+    them is proved; else as `ROWS`."""
     ROWS = "rows"
     """Each to caches of its own."""
-    SLAB = "slab"
-    """Those of like length together, to buffers that they share."""
-    PAGES = "pages"
-    """All together, to pages of one pool."""
-    AUTO = "auto"
-    """By pages where the device runs ahead and its kernels are proved; else whichever of the other two the
-    passes that ran say is cheaper (`slab_choice`)."""
 
 
 class Door(enum.Enum):
@@ -86,8 +81,6 @@ class PassFacts:
     """Hidden states can be had."""
     can_take_back: bool = False
     """Speculation is possible: every cache class can give tokens back."""
-    takes_slab: bool = False
-    """Some layer is attention of unlimited context, so decoding rows may keep its KV in a slab."""
     layer_count: int = 0
     """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
     reason: str = ""
@@ -126,18 +119,19 @@ def attending_places(ways: Sequence[CacheWay]) -> list[int]:
     ]
 
 
-def slab_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
-    """Return which of a row's caches a slab can keep."""
+def kv_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
+    """Return which of a row's caches are KV of unlimited context that attention serves; none where rows run
+    alone."""
     return [
         place
-        for place, (way, cache) in enumerate(zip(ways, caches, strict=True))
-        if way.way is Way.ATTENTION and not way.parts and can_share(cache)
+        for place, (way, cache) in enumerate(zip(ways, caches, strict=False))
+        if way.way is Way.ATTENTION and not way.parts and isinstance(class_of(cache), PlainKv)
     ]
 
 
 def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     """Return which of a row's caches can read what the prefix cache keeps."""
-    return [place for place in slab_places(ways, caches) if class_of(caches[place]).is_plain]
+    return [place for place in kv_places(ways, caches) if class_of(caches[place]).is_plain]
 
 
 _Kind = tuple[object, ...]

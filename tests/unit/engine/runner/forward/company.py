@@ -8,18 +8,22 @@ rows in forward passes, whatever company they have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from icehouse_server.engine.runner.forward import ForwardPass, LayeredChunk, Row, Share
+from icehouse_server.engine.runner.forward import ForwardPass, LayeredChunk, PassFacts, Row, Share, examine
 from mlx_lm.models.cache import make_prompt_cache
 
+from tests.fixtures.models import build
 from tests.fixtures.models.vocabulary import SPECIAL_TOKENS
 
 MakeCaches = Callable[[], list[Any]]
 _FED_AGAIN_LIMIT = 6
+DRAW_COUNT = 12
+"""Tokens that guests want."""
 
 
 def prompt_of(count: int, seed: int) -> list[int]:
@@ -39,6 +43,28 @@ def alone(
         seen.append(logits)
         logits = model(mx.array([[tokens[-1]]]), cache=caches)[0, -1]
     return tokens, seen
+
+
+@functools.cache
+def examined(architecture: str) -> tuple[Any, PassFacts]:
+    """Return a model and how its passes are run; made once for all tests, which leave both as they are."""
+    model = build(architecture)
+    return model, examine(model)
+
+
+@functools.cache
+def _alone_once(architecture: str, prompt: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
+    return alone(examined(architecture)[0], prompt, DRAW_COUNT)
+
+
+def guests_of(architecture: str, lengths: Sequence[int], make_caches: MakeCaches) -> list[Guest]:
+    """Return rows of the model of `examined`, with prompts of these lengths."""
+    guests = []
+    for seed, length in enumerate(lengths):
+        prompt = prompt_of(length, seed)
+        tokens, logits = _alone_once(architecture, tuple(prompt))
+        guests.append(Guest(prompt, tokens, logits, Row(make_caches()), list(prompt)))
+    return guests
 
 
 @dataclasses.dataclass
@@ -106,7 +132,7 @@ class Company:
             if self._make_caches is not None:
                 self._disturb(self._random.choice(here), self._make_caches)
             for guest in [guest for guest in here if guest.is_done]:
-                self._forward.forget(guest.row)
+                guest.row.leave_company()
                 here.remove(guest)
 
     def _disturb(self, guest: Guest, make_caches: MakeCaches) -> None:
@@ -115,7 +141,7 @@ class Company:
         if guest.is_done:
             return
         if chance < 0.2:
-            self._forward.forget(guest.row)
+            guest.row.leave_company()
             guest.come_back(Row(make_caches()))
         elif chance < 0.24:
             guest.leave()
@@ -174,7 +200,7 @@ class Company:
     def _bring(self, guest: Guest) -> tuple[Guest, list[int], int]:
         """Return the tokens of a guest's share, and how many of them are guesses."""
         if guest.has_prompt_left:
-            return guest, guest.todo[: self._random.choice([1, 3, 7, 20])], 0
+            return guest, guest.todo[: self._random.choice([1, 3, 7, 20, 80])], 0
         room = len(guest.want) - len(guest.drawn) - 1
         count = (
             min(room, self._random.choice([0, 0, 1, 4]))

@@ -23,11 +23,8 @@ WINDOW: Final = 8
 SCHEDULE: Final = (
     (5, 3, 0),
     (1, 14, 2),
-    (1, 1, 1),
-    (9, 3, 1),
-    (1, 1, 1),
-    (3, 1, 11),
-    (1, 2, 1),
+    (9, 1, 11),
+    (1, 3, 1),
     (1, 1, 1),
 )
 """Passes in which the windows of these models fill up and go round, in chunks and by single tokens."""

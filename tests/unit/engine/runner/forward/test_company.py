@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import mlx.core as mx
@@ -11,37 +12,34 @@ from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, exami
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
-from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
+from tests.unit.engine.runner.forward.company import (
+    DRAW_COUNT,
+    Company,
+    Guest,
+    alone,
+    examined,
+    guests_of,
+    prompt_of,
+)
 
 LENGTHS = (1, 37, 12, 25, 60, 2)
-DRAW_COUNT = 12
 TOLERANCE = 2e-3
 """Of logits with a standard deviation of about 4, in float32."""
 
 
-def guests_of(model: Any, make: Any) -> list[Guest]:
-    found = []
-    for seed, length in enumerate(LENGTHS):
-        prompt = prompt_of(length, seed)
-        tokens, logits = alone(model, prompt, DRAW_COUNT, make)
-        found.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
-    return found
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
-def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> None:
-    model = build(architecture)
-    facts = examine(model)
-
-    def make() -> list[Any]:
-        return make_prompt_cache(model)
-
+def test_tokens_are_those_of_the_row_alone(architecture: str) -> None:
+    """With guesses and without; some come and go, and come back."""
+    model, facts = examined(architecture)
+    make = functools.partial(make_prompt_cache, model)
     layered_count = dropped_count = 0
     for seed, is_restless in enumerate((False, True)):
-        guests = guests_of(model, make)
+        guests = guests_of(architecture, LENGTHS, make)
         company = Company(
-            ForwardPass(model, facts), seed=seed, guesses=guesses, make_caches=make if is_restless else None
+            ForwardPass(model, facts),
+            seed=seed,
+            guesses=is_restless,
+            make_caches=make if is_restless else None,
         )
         company.run(guests)
         assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
@@ -56,16 +54,21 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, guesses: bool) -> 
         assert layered_count and dropped_count
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "falcon_h1", "qwen3_next"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("architecture", "bits"), [("llama", 4), ("gemma3_text", 8), ("falcon_h1", 4), ("qwen3_next", 8)]
+)
 def test_quantized_caches_join_the_same_pass(architecture: str, bits: int) -> None:
-    model = build(architecture)
+    model = examined(architecture)[0]
 
     def make() -> list[Any]:
         return quantize_caches(make_prompt_cache(model), bits=bits, group_size=32)
 
     facts = examine(model, make_caches=make)
-    guests = guests_of(model, make)
+    guests = []
+    for seed, length in enumerate(LENGTHS):
+        prompt = prompt_of(length, seed)
+        tokens, logits = alone(model, prompt, DRAW_COUNT, make)
+        guests.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
     # A chunk attends to what it has quantized itself, so its borders show a little in what follows.
     Company(ForwardPass(model, facts), seed=1, guesses=True).run(guests)
     assert "alone" not in facts.ways

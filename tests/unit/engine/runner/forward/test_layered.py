@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.core.kv_growth import KvLength
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.forward import ForwardPass, NotSplittable, Row, Share, examine
 from mlx_lm.models.cache import make_prompt_cache
@@ -20,7 +19,6 @@ from tests.unit.engine.runner.forward.small_models import SCHEDULE, small_model
 
 def row_of(model: Any, forward: ForwardPass, prompt: list[int]) -> Row:
     row = Row(make_prompt_cache(model))
-    row.length = KvLength(200, 300)
     mx.eval(forward.run(mx.array(prompt), [Share(row, len(prompt))]).arrays)
     return row
 

@@ -21,7 +21,7 @@ from icehouse_server.engine.runner.forward import ForwardPass, Row, attending_pl
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
-from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
+from tests.unit.engine.runner.forward.company import Company, Guest, alone, examined, guests_of, prompt_of
 
 PAGE_TOKEN_COUNT = 16
 WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
@@ -30,6 +30,7 @@ WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
 
 BACKENDS = (GatherAttention, *((CpuAttention,) if computes_on_cpu() else ()))
 PADDED = ("llama", "gpt_oss", "qwen3")
+LENGTHS = (37, 12, 505, 25, 37, 1)
 
 
 def paging_of(
@@ -59,41 +60,33 @@ def paging_of(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_are_those_of_the_row_alone(
-    architecture: str, guesses: bool, backend: type[PagedAttention]
-) -> None:
-    model = build(architecture)
-    forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
-    paging = paging_of(
-        model,
-        forward,
-        PassClock(),
-        make_attention=backend,
-        is_padded=guesses and architecture in PADDED,
-    )
-    if paging is None:
-        assert architecture in WITHOUT_PAGES
-        return
-    assert architecture not in WITHOUT_PAGES
-    forward.paging = paging
+def test_tokens_are_those_of_the_row_alone(architecture: str, backend: type[PagedAttention]) -> None:
+    """With guesses and without; some come and go, and come back."""
+    model, facts = examined(architecture)
+    for seed, is_restless in enumerate((False, True)):
+        forward = ForwardPass(model, dataclasses.replace(facts, layer_count=0))
+        is_padded = is_restless and architecture in PADDED
+        paging = paging_of(model, forward, PassClock(), make_attention=backend, is_padded=is_padded)
+        assert (paging is None) is (architecture in WITHOUT_PAGES)
+        if paging is None:
+            return
+        forward.paging = paging
 
-    def make() -> list[Any]:
-        return paging.caches(make_prompt_cache(model))
+        def make(paging: Paging = paging) -> list[Any]:
+            return paging.caches(make_prompt_cache(model))
 
-    for seed in range(2):
-        guests = []
-        for number, length in enumerate((37, 12, 505, 25, 37, 1)):
-            prompt = prompt_of(length, number)
-            tokens, logits = alone(model, prompt, 12)
-            guests.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
-        Company(forward, seed=seed, guesses=guesses, make_caches=make if seed else None).run(guests)
+        guests = guests_of(architecture, LENGTHS, make)
+        Company(forward, seed=seed, guesses=is_restless, make_caches=make if is_restless else None).run(
+            guests
+        )
         assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
         assert max(guest.farthest for guest in guests) < 2e-3
         del guests
-    for group in paging.groups:
-        assert group.pool.free_bytes == group.pool.page_count * group.pool.shape.page_bytes, "pages are lost"
+        for group in paging.groups:
+            assert group.pool.free_bytes == group.pool.page_count * group.pool.shape.page_bytes, (
+                "pages are lost"
+            )
 
 
 def test_a_page_is_handed_out_again_only_when_the_pass_that_may_read_it_has_ended() -> None:
