@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
+from icehouse_server.engine.attention.cpu.quantized import attend_in_floats, reads_floats
 from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
-from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
-from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.slab import Seat
@@ -38,24 +38,20 @@ def attend(
         layer.pieces = _pieces(layer, masks)
         cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
         parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
-        written = [_write(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts]
+        written = [_write(layer, piece, k, v) for piece, k, v in parts]
         layer.fetched = [
             _read(layer, piece, found) for piece, found in zip(layer.pieces, written, strict=True)
         ]
     cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
-    calls: list[Call] = []
+    outputs: list[mx.array] = []
+    asked: dict[str, Any] = {"cache": layer.kept_as, "scale": scale, "sinks": sinks}
     for piece, q, fetched in zip(layer.pieces, _cut(queries, cuts), layer.fetched, strict=True):
         if piece.run is None:
-            calls += _calls(layer, piece, q, fetched, masks)
+            outputs += _by_row(layer, piece, q, fetched, masks, **asked)
         elif masks is None or all(each is None for each in masks[piece.first : piece.last]):
-            calls.append(piece.run.call(q, fetched))
+            outputs.append(_attended(q, *fetched, mask=piece.run.mask, **asked))
         else:
             raise NotSplittable("a mask came for keys that were written for rows without one")
-    if layer.cache_class.takes_fused_attention:
-        outputs = fused_attention(calls, scale=scale, sinks=sinks)
-    else:
-        outputs = quantized_attention(calls, cache=layer.kept_as, scale=scale, sinks=sinks)
-    outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
 
@@ -136,9 +132,6 @@ def _write(
     piece: Piece,
     keys: mx.array,
     values: mx.array,
-    masks: Sequence[Mask] | None,
-    *,
-    has_sinks: bool,
 ) -> list[tuple[Any, Any] | Seat]:
     """Put the rows' keys and values into their caches; return what each row then attends to.
 
@@ -158,12 +151,9 @@ def _write(
             continue
         if spans.counts[number] > 1:
             k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
-        mask = None if masks is None else masks[number]
         if isinstance(cache, Seat):
             cache.write(k, v)
             found.append(cache)
-        elif isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
-            found.append(cache.append(k, v))
         else:
             found.append(cache.update_and_fetch(k, v))
     return found
@@ -196,21 +186,37 @@ def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -
     return (keys, values) if end == keys.shape[2] else (keys[read], values[read])
 
 
-def _calls(
+def _by_row(
     layer: FlatLayer,
     piece: Piece,
     queries: mx.array,
     fetched: Sequence[tuple[Any, Any]],
     masks: Sequence[Mask] | None,
-) -> list[Call]:
-    """Return each row's attention, [1, heads, tokens, size]."""
-    by_row = _cut(queries, _row_cuts(layer, piece))
-    if masks is None and layer.is_plain:  # the many short rows of decoding
-        return [Call(q, k, v) for q, (k, v) in zip(by_row, fetched, strict=True)]
+    **asked: Any,
+) -> list[mx.array]:
+    """Return what each row's tokens give, [tokens, heads, 1, size]."""
     found = []
-    for i, (q, (k, v)) in enumerate(zip(by_row, fetched, strict=True), piece.first):
+    for i, (q, (k, v)) in enumerate(
+        zip(_cut(queries, _row_cuts(layer, piece)), fetched, strict=True), piece.first
+    ):
         mask = masks[i] if masks is not None else None
-        found.append(Call(q.swapaxes(0, 2) if layer.spans.counts[i] > 1 else q, k, v, mask))
+        if layer.spans.counts[i] == 1:
+            found.append(_attended(q, k, v, mask=mask, **asked))
+        else:
+            found.append(_attended(q.swapaxes(0, 2), k, v, mask=mask, **asked).swapaxes(0, 2))
+    return found
+
+
+def _attended(
+    queries: mx.array, keys: Any, values: Any, *, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Return [rows, heads, tokens, size], as queries are. ValueError where quantized KV meets sinks."""
+    if sinks is None and reads_floats(queries, keys):
+        how = {"group_size": cache.group_size, "bits": cache.bits}
+        return attend_in_floats(queries, keys, values, **how, scale=scale, mask=mask)
+    found: mx.array = upstream_attention(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
     return found
 
 

@@ -126,11 +126,6 @@ class FlatLayer:
         first = self.caches[0]
         return first.cache if isinstance(first, Seat) else first
 
-    @property
-    def is_plain(self) -> bool:
-        """Every row brings one token, and no cache is quantized."""
-        return self.spans.token_count == len(self.caches) and self.cache_class.takes_fused_attention
-
     def masks_for(self, mask: Any) -> Sequence[Mask] | None:
         """Return the rows' masks for what the model passed to attention; None when no row needs one."""
         if isinstance(mask, RowMasks):

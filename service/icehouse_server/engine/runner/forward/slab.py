@@ -24,7 +24,6 @@ from mlx_lm.models.cache import create_attention_mask
 from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.sharing import arrays_of, as_fetched, as_kept, put_arrays
-from icehouse_server.engine.runner.forward.cpu.attention import Call
 from icehouse_server.engine.runner.forward.row import Row
 
 LEAST_ROW_COUNT: Final = 4
@@ -242,7 +241,7 @@ class SlotRun:
         self._begins = mx.array(begins)
         is_even = len(self._stretches) == 1
         self._is_scattered = len(self._stretches) > (_MOST_STRETCHES if computes_on_cpu() else 1)
-        self._mask = None if is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
+        self.mask = None if is_even else (mx.arange(self._end) <= self._begins[:, None])[:, None, None, :]
 
     def write(self, place: int, keys: mx.array, values: mx.array) -> None:
         """Put [rows, heads, 1, size] behind what each row has."""
@@ -263,11 +262,6 @@ class SlotRun:
         for first, last, begin in self._stretches:
             part = new[first:last] if len(self._stretches) > 1 else new
             buffer[self._first + first : self._first + last, :, begin : begin + 1] = part
-
-    def call(self, queries: mx.array, fetched: tuple[Any, Any]) -> Call:
-        """Return the attention of [rows, heads, 1, size]."""
-        keys, values = fetched
-        return Call(queries, keys, values, self._mask)
 
 
 class Slab:
