@@ -128,7 +128,7 @@ def test_uneven_rows_share_buffers_and_guesses_are_fed(
 
     def noted(run: Any, *args: Any, **how: Any) -> None:
         begin(run, *args, **how)
-        uneven.append(run._mask is not None)
+        uneven.append(run.mask is not None)
 
     def told(*args: Any) -> Any:
         found = guess(*args)
