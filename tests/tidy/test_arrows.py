@@ -45,7 +45,6 @@ ROOMS = (
     "engine.kv_cache",
     "engine.kv",
     "engine.sampling",
-    "engine.runner.forward.cpu",
     "engine.runner.forward",
     "engine.runner.vision",
     "engine.runner.identity",

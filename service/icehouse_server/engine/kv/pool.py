@@ -86,7 +86,7 @@ class PagePool:
         return [Page(number, self._freed) for number in taken]
 
     def close(self) -> None:
-        """Let go of the memory, whoever may still refer to pages. Nothing is to be read or written any more."""
+        """Let go of the memory, whoever may still refer to pages; nobody reads or writes any more."""
         self.array, self.view = self._made(0), None
         self._free.clear()
         self._waiting.clear()

@@ -55,8 +55,6 @@ class CacheClass:
     """A state in slots: several can be stacked, and only `mark` takes tokens back."""
     is_plain: ClassVar[bool] = False
     """Keys and values of every token, each an array with the tokens in front and spare room behind."""
-    takes_fused_attention: ClassVar[bool] = False
-    """Its keys and values are arrays that fused attention takes."""
     masks_chunks: ClassVar[bool] = False
     """A token sees its own chunk of the context, and models read the offset as a number to mask the rest."""
 
@@ -138,7 +136,6 @@ class PlainKv(CacheClass):
     kind = RegionKind.KV
     suffixes: ClassVar[tuple[str, ...]] = ("k", "v")
     is_plain: ClassVar[bool] = True
-    takes_fused_attention: ClassVar[bool] = True
 
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type()
@@ -188,7 +185,6 @@ class QuantizedKv(PlainKv):
     __slots__ = ()
     suffixes = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
     is_plain = False
-    takes_fused_attention = False
 
     def of_other(self, cache: Cache) -> Cache | None:
         return None
@@ -222,7 +218,6 @@ class ChunkedKv(CacheClass):
     __slots__ = ()
     kind = RegionKind.WINDOW
     suffixes = ("k", "v")
-    takes_fused_attention = True
     masks_chunks = True
 
     def window_token_count(self, cache: Cache) -> int:
@@ -261,7 +256,6 @@ class RotatingKv(CacheClass):
     __slots__ = ()
     kind = RegionKind.WINDOW
     suffixes = ("k", "v")
-    takes_fused_attention = True
 
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type(max_size=cache.max_size, keep=cache.keep)

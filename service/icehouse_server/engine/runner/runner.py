@@ -15,6 +15,7 @@ from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.attention.cpu.quantized import float_bytes
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
@@ -41,10 +42,7 @@ from icehouse_server.engine.runner.forward import (
     attending_places,
     examine,
     kv_places,
-    plain_places,
 )
-from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
-from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.lora import attach
@@ -74,9 +72,6 @@ class RunnerSettings:
     """Whether sequences keep their KV to themselves, or in pages where they can."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
-    least_lent_layer_bytes: int = 2 << 20
-    """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
-    less is copied."""
     memory_limit_bytes: int = 0
     """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
     the next arrays are a share of it."""
@@ -164,7 +159,6 @@ class ModelRunner:
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
-        self._lend(kv_bytes_per_token)
         shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
             shape,
@@ -401,15 +395,6 @@ class ModelRunner:
             group_size=self._settings.kv_group_size,
             number_bytes=number_bytes,
         )
-
-    def _lend(self, kv_bytes_per_token: int) -> None:
-        """Have restored rows read long prefixes where the prefix cache keeps them, where attention can."""
-        if self._paging is not None or not kv_places(self._facts.caches, self.fresh_caches()):
-            return
-        if all(map(reads_segments, self.blocks.kv_dtypes)):
-            places = plain_places(self._facts.caches, self.fresh_caches())
-            copied = self._settings.least_lent_layer_bytes * len(places) // max(1, kv_bytes_per_token)
-            self.blocks.lend(places, least_token_count=copied + 1)
 
     def _hidden_size(self) -> int:
         """Return the width of the hidden states, 0 where the model shows none."""

@@ -68,8 +68,6 @@ class Row:
     kind: RegionKind
     rewinds: bool
     is_plain: bool = False
-    is_fused: bool = True
-    """Takes fused attention."""
     quantized: type | None = None
     step_token_count: int = 256
     feed: Callable[[Any, int, int], list[mx.array]] = feed_kv
@@ -84,14 +82,10 @@ ROWS: dict[type, Row] = {
         is_plain=True,
         quantized=QuantizedKVCache,
     ),
-    QuantizedKVCache: Row(
-        lambda: QuantizedKVCache(group_size=32, bits=8), RegionKind.KV, rewinds=True, is_fused=False
-    ),
+    QuantizedKVCache: Row(lambda: QuantizedKVCache(group_size=32, bits=8), RegionKind.KV, rewinds=True),
     ChunkedKVCache: Row(lambda: ChunkedKVCache(WINDOW), RegionKind.WINDOW, rewinds=True),
     RotatingKVCache: Row(lambda: RotatingKVCache(WINDOW), RegionKind.WINDOW, rewinds=True),
-    ArraysCache: Row(
-        lambda: ArraysCache(2), RegionKind.CHECKPOINT, rewinds=False, is_fused=False, feed=feed_slots
-    ),
+    ArraysCache: Row(lambda: ArraysCache(2), RegionKind.CHECKPOINT, rewinds=False, feed=feed_slots),
 }
 
 
@@ -140,7 +134,7 @@ def test_what_an_entry_says(row: Row) -> None:
     assert entry.kind is row.kind
     assert entry.window_token_count(cache) == (WINDOW if row.kind is RegionKind.WINDOW else 0)
     assert list(entry.suffixes) == sorted(entry.suffixes)
-    assert (entry.is_plain, entry.takes_fused_attention) == (row.is_plain, row.is_fused)
+    assert entry.is_plain is row.is_plain
     assert entry.is_state is (row.kind is RegionKind.CHECKPOINT)
     assert entry.masks_chunks is isinstance(cache, ChunkedKVCache)
     assert rewind.can_rewind([cache]) is row.rewinds

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted
@@ -14,16 +17,47 @@ from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, Drawn
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.kv.paging import table_of
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
+from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import Attention
-from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
 from tests.fixtures.models import tiny_model_dir
-from tests.unit.engine.runner.test_lending import BLOCK, ON_CPU, PROMPT, WIDE, restore, runner_of
+from tests.fixtures.patience import BOUND_S
 
+ON_CPU = mx.default_device() == mx.Device(mx.cpu)
+BLOCK = 256
+PROMPT = [3 + j * 7 % 290 for j in range(3 * BLOCK)]
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 COLD, HIT = SequenceId(1), SequenceId(2)
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="other devices have other pages")
+
+
+def runner_of(folder: Path, **settings: Any) -> ModelRunner:
+    source = model_loader.ModelSource(path=folder, model_id="tiny")
+    runner = ModelRunner(
+        source=source,
+        tokenizer=model_loader.load_tokenizer(source),
+        settings=RunnerSettings(is_pipelined=False, kv_group_size=32, **settings),
+        clock=SystemClock(),
+    )
+    runner.load()
+    return runner
+
+
+def restore(runner: ModelRunner, name: int, blocks: Sequence[PlacedBlock]) -> None:
+    count = BLOCK * len(blocks)
+    runner.blocks.begin_restore(
+        SequenceId(name),
+        RestoreInput(tuple(blocks), None, 0, None, 0, token_count=count, capacity_token_count=count + BLOCK),
+    )
+    assert runner.blocks.continue_restore(SequenceId(name), budget_s=BOUND_S)
 
 
 def prefill(runner: ModelRunner) -> tuple[PlacedBlock, ...]:

@@ -1,1 +1,1 @@
-"""Attention on CPUs: a softmax by NumPy, over pages where they are."""
+"""What MLX's CPU build has no kernel for: a softmax over pages and quantized KV, the angles of a pass."""

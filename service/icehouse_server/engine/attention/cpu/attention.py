@@ -19,13 +19,10 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.engine.attention.cpu.softmax import (
-    MOST_SPLIT_QUERIES,
-    MOST_STARTED_TOKENS,
-    QUERIES_AT_ONCE,
     Array,
-    Bools,
     Part,
-    later,
+    chunk_parts,
+    joined,
     runs_of,
     shared,
     weighted,
@@ -42,6 +39,12 @@ waited for once a pass and not in each layer: one row of 64 tokens takes 15.4 ms
 pass, 16 layers, 8 heads of 128 numbers; 2-core x86, mlx 0.32.4)."""
 _MOST_THIN_TOKENS: Final = 8
 """Of a row whose queries are taken one by one: guesses, and the ends of prompts."""
+
+
+_MOST_STARTED_TOKENS: Final = 2
+"""Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
+3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
+layers, in turns; 2-core x86)."""
 
 
 class _Write(NamedTuple):
@@ -144,7 +147,8 @@ class CpuAttention:
                 continue
             keys, values, low = self._pieces(pool, plan, row, layer)
             if by_numpy and not row.is_thin:
-                parts += _parts(row, queries, keys, values, low, scale=scale, window=window)
+                own = queries[row.first : row.last].swapaxes(0, 2)
+                parts += chunk_parts(row.first, own, keys, values, scale=scale, window=window)
             else:
                 alone = _by_mlx(row, queries, keys, values, low, scale=scale, window=window, sinks=sinks)
                 found.append((row.first, alone))
@@ -155,14 +159,13 @@ class CpuAttention:
             awaited.append(queries)
         for together in list(runs_of(parts)) or [[]]:
             FIRST_WAIT.come()
-            mx.eval(awaited, [part.awaited for part in together])
+            mx.eval(awaited, [part.scores for part in together])
             self._settle()
             if takes_thin:
                 found += self._thin(pool, queries, plan, layer=layer, scale=scale)
                 takes_thin = False
             awaited = []
-            for part in together:
-                found += [(part.numbers[0], array.swapaxes(0, 2)) for array in part.attended()]
+            found += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
         arrays = [array for _, array in sorted(found, key=lambda each: each[0])]
         return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
@@ -288,7 +291,7 @@ def _held(array: mx.array) -> Array:
 def _started(arrays: list[mx.array], token_count: int) -> mx.array:
     """Return outputs together; what is left to MLX may begin while the next layers are built."""
     output = mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if token_count <= MOST_STARTED_TOKENS:
+    if token_count <= _MOST_STARTED_TOKENS:
         mx.async_eval(output)  # type: ignore[no-untyped-call]
         FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
     return output
@@ -307,10 +310,10 @@ def _by_mlx(
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
-    # In 16 bits a token gets the same from a pass of its own as from a chunk: other roundings are other words.
+    # In 16 bits a token gets the same alone as in a chunk: other roundings would be other words.
     if row.count == 1 and sinks is None and queries.dtype == mx.float32:
         return _one_by_mlx(own, keys, values, scale=scale)
-    k, v = _joined(keys), _joined(values)
+    k, v = joined(keys), joined(values)
     mask: Any = causal_rule(row.begin - low, row.count, window)
     if row.count > 1:
         own = own.swapaxes(0, 2)
@@ -330,53 +333,3 @@ def _one_by_mlx(
     products = [asked @ piece.swapaxes(-1, -2) for piece in keys]
     scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
     return weighted(mx.softmax(scores, axis=-1, precise=True), values).reshape(query.shape)
-
-
-def _parts(
-    row: _Row,
-    queries: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
-    low: int,
-    *,
-    scale: float,
-    window: int | None,
-) -> list[Part]:
-    """Return a chunk's attention in parts."""
-    if row.count > MOST_SPLIT_QUERIES:
-        keys, values = [_joined(keys)], [_joined(values)]
-    before = row.begin - low
-    own = queries[row.first : row.last].swapaxes(0, 2)
-    found = []
-    for first in range(0, row.count, QUERIES_AT_ONCE):
-        last = min(row.count, first + QUERIES_AT_ONCE)
-        some_keys, some_values, begin = keys, values, 0
-        if len(keys) == 1:
-            begin = 0 if window is None else max(0, before + first + 1 - window)
-            some_keys, some_values = ([each[0][:, :, begin : before + last]] for each in (keys, values))
-        hidden = later(last - first)
-        if window is not None:
-            hidden = _outside(before + first - begin, last - first, window)
-        found.append(
-            Part.of(
-                row.first + first,
-                own[:, :, first:last],
-                some_keys,
-                some_values,
-                scale=scale,
-                hidden=hidden,
-            )
-        )
-    return found
-
-
-def _outside(before: int, count: int, window: int) -> Bools:
-    """Return which of `before + count` positions the last `count` tokens do not see."""
-    asking = np.arange(before, before + count)[:, None]
-    positions = np.arange(before + count)
-    outside: Bools = (positions > asking) | (positions <= asking - window)
-    return outside
-
-
-def _joined(pieces: Sequence[mx.array]) -> mx.array:
-    return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]

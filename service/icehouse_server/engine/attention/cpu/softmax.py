@@ -17,18 +17,14 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 
-MOST_STARTED_TOKENS: Final = 2
-"""Of a pass whose layers begin while Python builds the next ones. One row's pass takes 12 ms so and 15 behind
-3 ms of building, two rows' 19 and 20; the matrix products of more keep all cores busy by themselves (16
-layers, in turns; 2-core x86)."""
-QUERIES_AT_ONCE: Final = 256
+_QUERIES_AT_ONCE: Final = 256
 """Of a chunk: those before see less, so that nearly half of a prompt's scores are never computed."""
-MOST_SPLIT_QUERIES: Final = 64
+_MOST_SPLIT_QUERIES: Final = 64
 """That read keys in pieces: 30 behind 1,500 tokens take 85 ms in 16 layers so and 105 where the keys are
 put together first, 64 take 200 either way, 128 take 500 and 320 (8 heads of 128 numbers, in turns; 2-core x86
 with other work on it)."""
@@ -89,23 +85,89 @@ def _helper() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="attention")
 
 
-class Holding(Protocol):
-    """What has scores computed before it goes on."""
+@dataclasses.dataclass(slots=True)
+class Part:
+    """Some queries of a chunk, whose keys and values may lie in pieces."""
 
-    @property
-    def held_count(self) -> int:
-        """How many."""
-        ...
+    first: int
+    """Of the pass's tokens, the one whose query comes first."""
+    scores: mx.array
+    """[1, KV heads, heads of each x tokens, positions]"""
+    values: Sequence[mx.array]
+    shape: tuple[int, int, int, int]
+    """Of the output, [1, heads, tokens, size]."""
+    hidden: Bools
+    """[tokens, positions]: which of the last positions, or of all, are not seen."""
+
+    @classmethod
+    def of(
+        cls,
+        first: int,
+        queries: mx.array,
+        keys: Sequence[mx.array],
+        values: Sequence[mx.array],
+        *,
+        scale: float,
+        hidden: Bools,
+    ) -> Part:
+        """Keys and values are [1, KV heads, positions, size], queries [1, heads, tokens, size]."""
+        _, head_count, token_count, size = queries.shape
+        # Heads that share keys are more rows of one matrix.
+        by_head = (queries * scale).reshape(1, keys[0].shape[1], -1, size)
+        products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
+        scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
+        return cls(first, scores, values, (1, head_count, token_count, values[0].shape[3]), hidden)
+
+    def attended(self) -> mx.array:
+        """Return the output, once the scores are computed."""
+        position_count = self.scores.shape[3]
+        held = shared(self.scores)
+        with np.errstate(all="ignore"):  # what is no number stays none
+            by_token = held.reshape(-1, self.shape[2], position_count)
+            np.copyto(by_token[..., -self.hidden.shape[-1] :], HIDDEN, where=self.hidden)
+            sums = exponentials(held.reshape(-1, position_count))
+        sums_of_values = weighted(self.scores, self.values)
+        return (sums_of_values / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)
 
 
-_Held = TypeVar("_Held", bound=Holding)
+def chunk_parts(
+    first: int,
+    queries: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> list[Part]:
+    """Return a chunk's attention in parts. Its tokens are the last of the positions, and the first of them is
+    the pass's `first`; each sees what is before it, of a window the last positions.
+
+    `queries`: [1, heads, tokens, size]. `keys`, `values`: pieces of [1, KV heads, positions, size].
+    """
+    count = queries.shape[2]
+    if count > _MOST_SPLIT_QUERIES:
+        keys, values = [joined(keys)], [joined(values)]
+    before = sum(piece.shape[2] for piece in keys) - count
+    found = []
+    for start in range(0, count, _QUERIES_AT_ONCE):
+        stop = min(count, start + _QUERIES_AT_ONCE)
+        some_keys, some_values, begin = keys, values, 0
+        if len(keys) == 1:
+            begin = 0 if window is None else max(0, before + start + 1 - window)
+            some_keys, some_values = ([each[0][:, :, begin : before + stop]] for each in (keys, values))
+        hidden = _later(stop - start)
+        if window is not None:
+            hidden = _outside(before + start - begin, stop - start, window)
+        asking = queries[:, :, start:stop]
+        found.append(Part.of(first + start, asking, some_keys, some_values, scale=scale, hidden=hidden))
+    return found
 
 
-def runs_of(parts: Sequence[_Held]) -> Iterator[list[_Held]]:
+def runs_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Give the parts in runs, each few enough for all scores of a run to be held at once."""
-    run: list[_Held] = []
+    run: list[Part] = []
     for part in parts:
-        if run and sum(each.held_count for each in (*run, part)) > _SCORES_HELD:
+        if run and sum(each.scores.size for each in (*run, part)) > _SCORES_HELD:
             yield run
             run = []
         run.append(part)
@@ -114,70 +176,22 @@ def runs_of(parts: Sequence[_Held]) -> Iterator[list[_Held]]:
 
 
 @functools.lru_cache(maxsize=64)
-def later(count: int) -> Bools:
+def _later(count: int) -> Bools:
     """Return which of a chunk's tokens come behind each one of it."""
     return np.triu(np.ones((count, count), dtype=bool), 1)
 
 
-@dataclasses.dataclass(slots=True)
-class Part:
-    """Some queries of one attention, whose keys and values may lie in pieces."""
+def _outside(before: int, count: int, window: int) -> Bools:
+    """Return which of `before + count` positions the last `count` tokens do not see."""
+    asking = np.arange(before, before + count)[:, None]
+    positions = np.arange(before + count)
+    outside: Bools = (positions > asking) | (positions <= asking - window)
+    return outside
 
-    numbers: tuple[int]
-    """Of the attention."""
-    scores: mx.array
-    """[rows, KV heads, heads of each x tokens, positions]"""
-    values: Sequence[mx.array]
-    shape: tuple[int, int, int, int]
-    """Of the output."""
-    hidden: Bools | mx.array | None
-    """[.., tokens, positions]: which of the last positions, or of all, are not seen. MLX's array says which
-    are."""
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        queries: mx.array,
-        keys: Sequence[mx.array],
-        values: Sequence[mx.array],
-        *,
-        scale: float,
-        hidden: Any,
-    ) -> Part:
-        """Keys and values are [rows, KV heads, positions, size], queries [rows, heads, tokens, size]."""
-        row_count, head_count, token_count, size = queries.shape
-        # Heads that share keys are more rows of one matrix.
-        by_head = (queries * scale).reshape(row_count, keys[0].shape[1], -1, size)
-        products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
-        scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-        shape = (row_count, head_count, token_count, values[0].shape[3])
-        return cls((number,), scores, values, shape, hidden)
-
-    @property
-    def awaited(self) -> mx.array:
-        """What is to be computed before it is read."""
-        return self.scores
-
-    @property
-    def held_count(self) -> int:
-        """Scores that are there before the softmax."""
-        return int(self.scores.size)
-
-    def attended(self) -> list[mx.array]:
-        """Return the output, once the scores are computed."""
-        row_count, head_count, token_count, _ = self.shape
-        kv_head_count, position_count = self.scores.shape[1], self.scores.shape[3]
-        held = shared(self.scores)
-        with np.errstate(all="ignore"):  # what is no number stays none
-            if self.hidden is not None:
-                hidden = ~shared(self.hidden) if isinstance(self.hidden, mx.array) else self.hidden
-                by_head = (row_count, kv_head_count, head_count // kv_head_count, token_count, position_count)
-                where = hidden[:, None] if hidden.ndim == 4 else hidden
-                np.copyto(held.reshape(by_head)[..., -hidden.shape[-1] :], HIDDEN, where=where)
-            sums = exponentials(held.reshape(-1, position_count))
-        sums_of_values = weighted(self.scores, self.values)
-        return [(sums_of_values / mx.array(sums.reshape(*held.shape[:3], 1))).reshape(self.shape)]
+def joined(pieces: Sequence[mx.array]) -> mx.array:
+    """Return pieces of keys or values in one array."""
+    return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]
 
 
 def weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:

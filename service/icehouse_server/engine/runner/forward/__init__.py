@@ -33,7 +33,6 @@ from icehouse_server.engine.runner.forward.ways import (
     Way,
     attending_places,
     kv_places,
-    plain_places,
 )
 
 __all__ = [
@@ -50,5 +49,4 @@ __all__ = [
     "attending_places",
     "examine",
     "kv_places",
-    "plain_places",
 ]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
+from icehouse_server.engine.attention.cpu.quantized import attend_in_floats, reads_floats
 from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
-from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
-from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SinglePlace, Spans
@@ -31,13 +31,8 @@ def attend(
     if layer.paged is not None:
         return attend_pages(layer, layer.paged, queries, keys, values, scale=scale, masks=masks, sinks=sinks)
     if layer.fetched is None:
-        layer.fetched = _updated(layer, keys, values, masks, has_sinks=sinks is not None)
-    calls = _calls(layer, queries, layer.fetched, masks)
-    if layer.cache_class.takes_fused_attention:
-        outputs = fused_attention(calls, scale=scale, sinks=sinks)
-    else:
-        outputs = quantized_attention(calls, cache=layer.caches[0], scale=scale, sinks=sinks)
-    outputs = [out if out.shape[2] == 1 else out.swapaxes(0, 2) for out in outputs]
+        layer.fetched = _updated(layer, keys, values)
+    outputs = _by_row(layer, queries, masks, scale=scale, sinks=sinks)
     return mx.concatenate(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
 
@@ -98,9 +93,7 @@ def _together(spans: Spans, masks: Sequence[Mask] | None, *, takes_chunks: bool)
     return count, spans.starts[count] if count < len(spans.starts) else spans.token_count
 
 
-def _updated(
-    layer: FlatLayer, keys: mx.array, values: mx.array, masks: Sequence[Mask] | None, *, has_sinks: bool
-) -> list[tuple[Any, Any]]:
+def _updated(layer: FlatLayer, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
     """Put the rows' keys and values into their caches; return what each row then attends to."""
     spans, is_plain = layer.spans, layer.cache_class.is_plain
     found: list[tuple[Any, Any]] = []
@@ -112,11 +105,7 @@ def _updated(
             continue
         if spans.counts[number] > 1:
             k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
-        mask = None if masks is None else masks[number]
-        if is_lent and not has_sinks and reads_segments(k.dtype, mask=mask):
-            found.append(cache.append(k, v))
-        else:
-            found.append(cache.update_and_fetch(k, v))
+        found.append(cache.update_and_fetch(k, v))
     return found
 
 
@@ -136,20 +125,37 @@ def append_one(cache: Any, key: mx.array, value: mx.array, place: SinglePlace) -
     return (keys, values) if end == keys.shape[2] else (keys[read], values[read])
 
 
-def _calls(
+def _by_row(
     layer: FlatLayer,
     queries: mx.array,
-    fetched: Sequence[tuple[Any, Any]],
     masks: Sequence[Mask] | None,
-) -> list[Call]:
-    """Return each row's attention, [1, heads, tokens, size]."""
-    by_row = _cut(queries, layer.spans.cuts)
-    if masks is None and layer.is_plain:  # the many short rows of decoding
-        return [Call(q, k, v) for q, (k, v) in zip(by_row, fetched, strict=True)]
+    *,
+    scale: float,
+    sinks: mx.array | None,
+) -> list[mx.array]:
+    """Return what each row's tokens give, [tokens, heads, 1, size]."""
+    assert layer.fetched is not None
+    asked: dict[str, Any] = {"cache": layer.caches[0], "scale": scale, "sinks": sinks}
     found = []
-    for i, (q, (k, v)) in enumerate(zip(by_row, fetched, strict=True)):
+    for i, (q, (k, v)) in enumerate(zip(_cut(queries, layer.spans.cuts), layer.fetched, strict=True)):
         mask = masks[i] if masks is not None else None
-        found.append(Call(q.swapaxes(0, 2) if layer.spans.counts[i] > 1 else q, k, v, mask))
+        if layer.spans.counts[i] == 1:
+            found.append(_attended(q, k, v, mask=mask, **asked))
+        else:
+            found.append(_attended(q.swapaxes(0, 2), k, v, mask=mask, **asked).swapaxes(0, 2))
+    return found
+
+
+def _attended(
+    queries: mx.array, keys: Any, values: Any, *, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Return [rows, heads, tokens, size], as queries are. ValueError where quantized KV meets sinks."""
+    if sinks is None and reads_floats(queries, keys):
+        how = {"group_size": cache.group_size, "bits": cache.bits}
+        return attend_in_floats(queries, keys, values, **how, scale=scale, mask=mask)
+    found: mx.array = upstream_attention(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
     return found
 
 

@@ -97,11 +97,6 @@ class FlatLayer:
         laid = self.spans.rope_positions
         return mx.broadcast_to(self.offset, (3, *self.offset.shape)) if laid is None else laid
 
-    @property
-    def is_plain(self) -> bool:
-        """Every row brings one token, and no cache is quantized."""
-        return self.spans.token_count == len(self.caches) and self.cache_class.takes_fused_attention
-
     def masks_for(self, mask: Any) -> Sequence[Mask] | None:
         """Return the rows' masks for what the model passed to attention; None when no row needs one."""
         if isinstance(mask, RowMasks):

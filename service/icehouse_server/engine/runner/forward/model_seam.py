@@ -24,8 +24,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from icehouse_server.engine.attention.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.attention import attend
-from icehouse_server.engine.runner.forward.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
 from icehouse_server.engine.runner.forward.masks import RowMasks
 from icehouse_server.engine.runner.forward.row import Features

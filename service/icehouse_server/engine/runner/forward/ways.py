@@ -129,11 +129,6 @@ def kv_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     ]
 
 
-def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
-    """Return which of a row's caches can read what the prefix cache keeps."""
-    return [place for place in kv_places(ways, caches) if class_of(caches[place]).is_plain]
-
-
 _Kind = tuple[object, ...]
 
 

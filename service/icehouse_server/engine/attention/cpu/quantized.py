@@ -1,0 +1,60 @@
+"""Attention to quantized KV, in floats once several queries read it.
+
+MLX's CPU build multiplies by quantized numbers one by one, for every query anew: 0.8 ns each. To make floats
+of them takes 1.4 ns once, and the products are BLAS's then: forty queries on forty tokens take 0.5 ms instead
+of 1.9 (8 heads of 128 numbers, 8 bits; 2-core x86, mlx 0.32.4). Inference thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import mlx.core as mx
+
+from icehouse_server.engine.attention.cpu.softmax import chunk_parts, computes_on_cpu, runs_of
+from icehouse_server.engine.attention.first_wait import FIRST_WAIT
+
+_LEAST_QUERIES: Final = 4
+_LEAST_SCORES: Final = 1 << 14
+"""Fewer scores than these cost MLX less than it takes to wait for them."""
+
+Quantized = tuple[mx.array, mx.array, mx.array]
+"""Numbers, [rows, KV heads, positions, packed], and their groups' scales and biases."""
+
+
+def reads_floats(queries: mx.array, keys: Any) -> bool:
+    """Tell whether [rows, heads, tokens, size] are to attend to such keys in floats."""
+    return computes_on_cpu() and isinstance(keys, tuple) and queries.shape[2] >= _LEAST_QUERIES
+
+
+def attend_in_floats(
+    queries: mx.array,
+    keys: Quantized,
+    values: Quantized,
+    *,
+    group_size: int,
+    bits: int,
+    scale: float,
+    mask: Any,
+) -> mx.array:
+    """Return what upstream's attention does of one row, [1, heads, tokens, size]."""
+    k, v = (mx.dequantize(*parts, group_size=group_size, bits=bits) for parts in (keys, values))
+    _, head_count, token_count, _ = queries.shape
+    has_many = head_count * token_count * k.shape[2] >= _LEAST_SCORES
+    if not (has_many and isinstance(mask, str) and queries.dtype == k.dtype == mx.float32):
+        return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask)
+    outputs: list[mx.array] = []
+    for together in runs_of(chunk_parts(0, queries, [k], [v], scale=scale)):
+        FIRST_WAIT.come()
+        mx.eval([part.scores for part in together])
+        outputs += [part.attended() for part in together]
+    return mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
+
+
+def float_bytes(quantized_bytes: int, *, bits: int, group_size: int, number_bytes: int) -> int:
+    """Return how many bytes so many of quantized KV are while they are read in floats of `number_bytes` each,
+    as here; 0 where they never are."""
+    if not bits or not computes_on_cpu():
+        return 0
+    # A group has a scale and a bias besides.
+    return round(quantized_bytes * number_bytes / (bits / 8 + 2 * number_bytes / group_size))

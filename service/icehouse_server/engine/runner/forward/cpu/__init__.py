@@ -1,1 +1,0 @@
-"""What MLX's CPU build has no kernel for, done at a fraction of the cost. Other devices never come here."""
