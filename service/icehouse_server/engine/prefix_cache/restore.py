@@ -28,7 +28,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
 from icehouse_server.storage.api import KvPlace, Loaded, NewRows, PlannedBlock
 
 _FIRST_OUTPUT_TOKEN_COUNT = 128
-"""Output tokens that a sequence that is put back has room for."""
+"""Output tokens that a sequence that is put back has room for at most."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,7 +60,8 @@ class Restore:
     @property
     def capacity_token_count(self) -> int:
         """Room for the input and the first of the output, so that the next tokens copy nothing."""
-        return len(self.sequence.input_token_ids) + _FIRST_OUTPUT_TOKEN_COUNT
+        output_count = min(self.sequence.output_token_limit, _FIRST_OUTPUT_TOKEN_COUNT)
+        return len(self.sequence.input_token_ids) + output_count
 
     @property
     def target_origin_token_index(self) -> int:

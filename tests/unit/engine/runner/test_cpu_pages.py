@@ -16,9 +16,11 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, Drawn
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
+from icehouse_server.engine.kv.paged_cache import PagedCache
 from icehouse_server.engine.kv.paging import table_of
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
@@ -108,3 +110,29 @@ def test_rows_from_ram_share_the_pages_of_the_blocks(tmp_path: Path) -> None:
     tables = [table_of(runner.caches(name)).runs[0] for name in (COLD, *names)]
     assert all(each.numbers == tables[0].numbers for each in tables)
     assert len(tables[0].numbers) == len(PROMPT) // PAGE_TOKEN_COUNT
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_proved", "architecture", "are_paged"),
+    [
+        (Attention.AUTO, True, "llama", True),
+        (Attention.AUTO, False, "llama", False),
+        (Attention.AUTO, True, "deepseek_v3", False),
+        (Attention.ROWS, True, "llama", False),
+    ],
+)
+def test_who_has_pages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attention: Attention,
+    is_proved: bool,
+    architecture: str,
+    are_paged: bool,
+) -> None:
+    if not is_proved:
+        monkeypatch.setattr(runner_module, "kernels_for", lambda *args, **how: None)
+    runner = runner_of(tiny_model_dir(tmp_path, architecture), attention=attention)
+    runner.open(COLD)
+    runner.run([Chunk(COLD, PROMPT[:5])])
+    caches = runner.caches(COLD)
+    assert [isinstance(cache, PagedCache) for cache in caches] == [are_paged] * len(caches)

@@ -84,6 +84,7 @@ def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
         *((name, 128, 0) for name in sorted(_MODELS)),
         *(pytest.param(name, 32, 0, marks=pytest.mark.slow) for name in sorted(_MODELS)),
         ("llama", 32, 8),
+        ("llama", 72, 0),
         ("llama", 128, 4),
     ],
 )
