@@ -34,6 +34,8 @@ class Device:
     """What it recommends to stay under, or else has; None where it tells nothing."""
     free_bytes: int | None = None
     """What a process may take that starts now; None where it tells no size, as MLX's CPU build."""
+    array_limit_bytes: int | None = None
+    """The largest array that can be made: Metal's is smaller than its memory. None where there is no limit."""
 
     @classmethod
     def of(cls, backend: Backend, info: Mapping[str, str | int]) -> Device:
@@ -48,7 +50,7 @@ class Device:
             # Little that is free is still a limit: none at all would let everything in.
             may_take = min(may_take, max(free - _OWN_BYTES, free // 2))
         name = info.get("device_name") or info.get("architecture") or "unknown"
-        return cls(name=str(name), backend=backend, memory_bytes=total, free_bytes=may_take)
+        return cls(str(name), backend, total, may_take, _bytes(info, "max_buffer_length"))
 
     @property
     def is_gpu(self) -> bool:

@@ -40,10 +40,15 @@ def test_a_build_with_cuda_is_a_gpu_without_the_package(monkeypatch: pytest.Monk
 
 
 def test_a_mac_uses_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = {"device_name": "M4", "memory_size": 64 * GIB, "max_recommended_working_set_size": 50 * GIB}
+    info = {
+        "device_name": "M4",
+        "memory_size": 64 * GIB,
+        "max_recommended_working_set_size": 50 * GIB,
+        "max_buffer_length": 36 * GIB,
+    }
     told(monkeypatch, device=mx.gpu, has_metal=True, info=info)
     device = find_device()
-    assert device == Device("M4", Backend.METAL, 50 * GIB, 45 * GIB)
+    assert device == Device("M4", Backend.METAL, 50 * GIB, 45 * GIB, 36 * GIB)
     assert device.runs_ahead
 
 

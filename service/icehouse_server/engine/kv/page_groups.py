@@ -62,9 +62,12 @@ def groups_of(
     )
 
 
-def pool_sizes(facts: Sequence[GroupFacts], *, size_bytes: int) -> list[int]:
+def pool_sizes(
+    facts: Sequence[GroupFacts], *, size_bytes: int, array_limit_bytes: int | None = None
+) -> list[int]:
     """Return the bytes of each group's pool, of all they may take: windows get what many rows have in theirs
-    and no more, where other layers keep every token."""
+    and no more, where other layers keep every token. `array_limit_bytes`: no pool is larger, for it is one
+    array."""
     whole_bytes = sum(each.shape.page_bytes for each in facts)
     sizes = [size_bytes * each.shape.page_bytes // whole_bytes for each in facts]
     unlimited = [number for number, each in enumerate(facts) if each.window is None]
@@ -74,7 +77,7 @@ def pool_sizes(facts: Sequence[GroupFacts], *, size_bytes: int) -> list[int]:
             most = token_count // each.shape.page_token_count * each.shape.page_bytes
             sizes[unlimited[0]] += max(0, sizes[number] - most)
             sizes[number] = min(sizes[number], most)
-    return sizes
+    return sizes if array_limit_bytes is None else [min(size, array_limit_bytes) for size in sizes]
 
 
 def _like(cache: Cache) -> tuple[int | None, int, int, mx.Dtype] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.clock import Clock
+from icehouse_server.device import find_device
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
@@ -364,7 +365,11 @@ class ModelRunner:
             _log.info("pages_unused", extra={"detail": why})
             return
         left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
-        sizes = pool_sizes(facts, size_bytes=int(_POOL_SHARE * left_bytes))
+        sizes = pool_sizes(
+            facts,
+            size_bytes=int(_POOL_SHARE * left_bytes),
+            array_limit_bytes=find_device().array_limit_bytes,
+        )
         self._paging = Paging(
             tuple(
                 PageGroup(

@@ -18,6 +18,10 @@ def test_a_model_without_windows_has_one_pool_of_all() -> None:
     assert pool_sizes([facts(36, None)], size_bytes=40 * GIB) == [40 * GIB]
 
 
+def test_no_pool_is_larger_than_the_largest_array_of_the_device() -> None:
+    assert pool_sizes([facts(36, None)], size_bytes=40 * GIB, array_limit_bytes=36 * GIB) == [36 * GIB]
+
+
 def test_windows_get_what_their_rows_need_and_other_layers_the_rest() -> None:
     found = pool_sizes([facts(4, None), facts(22, 512)], size_bytes=40 * GIB)
     per_token = 22 * 2 * 4 * 256 * 2
