@@ -35,7 +35,7 @@ class Device:
     free_bytes: int | None = None
     """What a process may take that starts now; None where it tells no size, as MLX's CPU build."""
     array_limit_bytes: int | None = None
-    """The largest array that can be made: Metal's is smaller than its memory. None where there is no limit."""
+    """The largest array that can be made, on Metal less than its memory; None where there is no limit."""
 
     @classmethod
     def of(cls, backend: Backend, info: Mapping[str, str | int]) -> Device:
