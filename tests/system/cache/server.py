@@ -79,9 +79,8 @@ ATTENTION = Attention(os.environ.get("ICEHOUSE_TEST_ATTENTION", Attention.AUTO.v
 
 
 class CacheServer:
-    """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. With `lends`, restored
-    sequences read KV in RAM where it is, however short they are, on a CPU. `storage_clock` is the storage
-    thread's."""
+    """Started by `with`; leaving drains, flushes RAM to SSD and closes the directory. `storage_clock` is the
+    storage thread's."""
 
     def __init__(
         self,
@@ -99,7 +98,6 @@ class CacheServer:
         is_enabled: bool = True,
         is_pipelined: bool = False,
         attention: Attention = ATTENTION,
-        lends: bool = False,
         files: Files | None = None,
         adapters: Sequence[model_loader.AdapterSource] = (),
         draft: Path | None = None,
@@ -123,7 +121,6 @@ class CacheServer:
                 kv_group_size,
                 is_pipelined,
                 attention,
-                least_lent_layer_bytes=0 if lends else 1 << 30,
             ),
             clock=clock,
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),

@@ -62,7 +62,6 @@ class Life:
     chunk: int
     grid: int
     chunk_s: float
-    lends: bool
     damage: str | None
     damaged_share: float
     waves: list[list[Ask]]
@@ -85,7 +84,6 @@ lives = st.builds(
     grid=st.sampled_from([1, 2, BLOCK // 2]),
     # So short a time cuts every chunk to one step of the grid, and a little more leaves some longer.
     chunk_s=st.sampled_from([0.0, 1e-9, 0.002]),
-    lends=st.booleans(),
     damage=st.sampled_from([None, None, *sorted(DAMAGES)]),
     damaged_share=st.sampled_from([0.3, 1.0]),
     waves=st.lists(st.lists(asks, min_size=1, max_size=3), min_size=1, max_size=3),
@@ -163,7 +161,6 @@ def run(life: Life, reference: Reference, directory: Path) -> None:
         chunk=life.chunk,
         grid=life.grid,
         chunk_s=life.chunk_s,
-        lends=life.lends,
     )
     got: list[list[int]] = []
     with served:

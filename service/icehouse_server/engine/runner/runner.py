@@ -43,10 +43,8 @@ from icehouse_server.engine.runner.forward import (
     Way,
     attending_places,
     examine,
-    plain_places,
     slab_places,
 )
-from icehouse_server.engine.runner.forward.cpu.attention import reads_segments
 from icehouse_server.engine.runner.forward.cpu.quantized import float_bytes
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
@@ -82,9 +80,6 @@ class RunnerSettings:
     """Whether sequences that decode keep their KV to themselves, or in buffers for several."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
-    least_lent_layer_bytes: int = _CPU_ROW_BYTE_LIMIT
-    """KV in each layer from which on a restored sequence reads it where the prefix cache keeps it, on a CPU;
-    less is copied."""
     memory_limit_bytes: int = 0
     """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
     the next arrays are a share of it."""
@@ -160,7 +155,7 @@ class ModelRunner:
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self._growth = model_loader.kv_growth()
-        self.blocks.read_layout(growth=self._growth)
+        self.blocks.read_layout()
         self._facts = self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
@@ -176,7 +171,6 @@ class ModelRunner:
         self._pipeline.slab_token_limit = self._slab_token_limit(kv_bytes_per_token)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
-        self._lend(kv_bytes_per_token)
         shape = model_loader.shape_of(loaded)
         self._memory_model = MemoryModel(
             shape,
@@ -419,7 +413,7 @@ class ModelRunner:
         self._facts = dataclasses.replace(self._facts, takes_slab=False, layer_count=0)
         self._pipeline.is_paged = True
         self._pipeline.forwards[NO_ADAPTER].paging = self._paging
-        self.blocks.page(self._paging, growth=self._growth)
+        self.blocks.page(self._paging)
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""
@@ -433,15 +427,6 @@ class ModelRunner:
             group_size=self._settings.kv_group_size,
             number_bytes=number_bytes,
         )
-
-    def _lend(self, kv_bytes_per_token: int) -> None:
-        """Have restored rows read long prefixes where the prefix cache keeps them, where attention can."""
-        if not self._facts.takes_slab or self._settings.attention is Attention.SLAB:
-            return
-        if all(map(reads_segments, self.blocks.kv_dtypes)):
-            places = plain_places(self._facts.caches, self.fresh_caches())
-            copied = self._settings.least_lent_layer_bytes * len(places) // max(1, kv_bytes_per_token)
-            self.blocks.lend(places, least_token_count=copied + 1)
 
     def _hidden_size(self) -> int:
         """Return the width of the hidden states, 0 where the model shows none."""

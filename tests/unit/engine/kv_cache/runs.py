@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 from icehouse_server.engine.kv_cache.layout import CacheLayout
-from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.kv_cache.restore import RestoreBlock
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import VOCABULARY_SIZE, build
@@ -27,14 +26,6 @@ MakeCaches = Callable[[], list[Any]]
 def model_of(architecture: str, dtype: str = "float32", **overrides: Any) -> Any:
     """Return the tiny model, built once a session; models are never changed."""
     return build(architecture, dtype=dtype, **overrides)
-
-
-def made_target(shapes: Iterable[KvShape], *, capacity_token_count: int) -> KvTarget:
-    """Return a target with all its arrays made."""
-    target = KvTarget(shapes, capacity_token_count=capacity_token_count)
-    while not target.is_made:
-        target.step()
-    return target
 
 
 def prompt(token_count: int, *, seed: int = 0) -> list[int]:
@@ -107,12 +98,11 @@ class Recording:
             )
         return tuple(found)
 
-    def restore(self, token_count: int, *, through_host: bool = False, capacity: int = 0) -> list[Any]:
+    def restore(self, token_count: int, *, through_host: bool = False) -> list[Any]:
         """Restore the first `token_count` tokens into fresh caches."""
         return self.layout.restore(
-            RestoreSource(self.blocks(stop=token_count, through_host=through_host)),
+            self.blocks(stop=token_count, through_host=through_host),
             token_count=token_count,
-            capacity_token_count=capacity,
             make_caches=self.make_caches,
         )
 

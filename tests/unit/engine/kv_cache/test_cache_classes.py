@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import rewind
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
@@ -20,7 +19,7 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 from icehouse_server.engine.kv_cache.caches import quantize_caches, step_token_count
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.kv_cache.restore import RestoreBlock
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -77,13 +76,6 @@ class Row:
 
 ROWS: dict[type, Row] = {
     KVCache: Row(KVCache, RegionKind.KV, rewinds=True, is_plain=True, quantized=QuantizedKVCache),
-    BorrowingCache: Row(
-        lambda: BorrowingCache((), KVCache()),
-        RegionKind.KV,
-        rewinds=True,
-        is_plain=True,
-        quantized=QuantizedKVCache,
-    ),
     QuantizedKVCache: Row(
         lambda: QuantizedKVCache(group_size=32, bits=8), RegionKind.KV, rewinds=True, is_fused=False
     ),
@@ -170,9 +162,8 @@ def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) ->
                 )
             )
     (rebuilt,) = layout.restore(
-        RestoreSource(tuple(blocks)),
+        tuple(blocks),
         token_count=total,
-        capacity_token_count=total + 3,
         make_caches=lambda: [row.make()],
     )
     assert type(rebuilt) is type(cache)

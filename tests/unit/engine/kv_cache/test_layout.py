@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.kv_cache.restore import RestoreBlock
 from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -137,9 +137,8 @@ def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     taken = whole.cut_checkpoint([cache])
     cache.add(mx.ones((1, 4)))
     (restored,) = whole.restore(
-        RestoreSource((RestoreBlock(0, 5, checkpoint=taken),)),
+        (RestoreBlock(0, 5, checkpoint=taken),),
         token_count=5,
-        capacity_token_count=5,
         make_caches=lambda: [Counting()],
     )
     assert type(restored) is Counting and restored.seen == 1

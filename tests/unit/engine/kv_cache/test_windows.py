@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.kv_cache.restore import RestoreBlock
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
@@ -98,7 +98,7 @@ def test_only_blocks_inside_the_window_are_needed() -> None:
         for block in recording.blocks(stop=position)
     )
     assert sum(block.window is not None for block in blocks) == 2
-    restored = _restore(recording, RestoreSource(blocks), position)
+    restored = _restore(recording, blocks, position)
     expected = uninterrupted(model, tokens)
     assert same_bits(feed(model, restored, tokens[:5]), feed(model, expected, tokens[:5]))
 
@@ -112,7 +112,5 @@ def test_the_restored_class_and_its_counters_are_exact() -> None:
     assert (chunked.offset, chunked.start_position, chunked.chunk_size) == (64, 32, 32)
 
 
-def _restore(recording: Recording, source: RestoreSource, token_count: int) -> list[Any]:
-    return recording.layout.restore(
-        source, token_count=token_count, capacity_token_count=0, make_caches=recording.make_caches
-    )
+def _restore(recording: Recording, source: tuple[RestoreBlock, ...], token_count: int) -> list[Any]:
+    return recording.layout.restore(source, token_count=token_count, make_caches=recording.make_caches)

@@ -53,4 +53,3 @@ def test_arrays_of_a_device_that_wants_multiples_are_multiples(
     monkeypatch.setattr("icehouse_server.engine.runner.model_loader.find_backend", lambda: Backend.CUDA)
     runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
     assert rooms(runner, KvLength(80, 200), output_count=3) == [256] * 5
-    assert runner.blocks.facts.growth.room(80, KvLength(80, 200)) == 256

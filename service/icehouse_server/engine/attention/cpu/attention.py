@@ -183,6 +183,10 @@ class CpuAttention:
             pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count
         )
 
+    def settle(self, pool: Pool) -> bool:
+        self._settle()
+        return True
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._settle()
         held = _held(pool.array)

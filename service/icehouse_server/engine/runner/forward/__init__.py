@@ -34,7 +34,6 @@ from icehouse_server.engine.runner.forward.ways import (
     PassFacts,
     Way,
     attending_places,
-    plain_places,
     slab_places,
 )
 
@@ -52,6 +51,5 @@ __all__ = [
     "Way",
     "attending_places",
     "examine",
-    "plain_places",
     "slab_places",
 ]

@@ -12,17 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.engine.attention.gather import attend_row
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
-from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention, reads_segments
+from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
 from icehouse_server.engine.runner.forward.cpu.quantized import quantized_attention
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer, Piece
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.slab import Seat
 from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SinglePlace, Spans
 from icehouse_server.engine.runner.forward.ways import NotSplittable
-
-_KEPT_ELSEWHERE = (Seat, BorrowingCache)
-"""Plain caches whose arrays are not, or not all, their own."""
 
 
 def attend(
@@ -38,7 +34,7 @@ def attend(
         layer.pieces = _pieces(layer, masks)
         cuts = [layer.spans.starts[piece.first] for piece in layer.pieces[1:]]
         parts = zip(layer.pieces, _cut(keys, cuts), _cut(values, cuts), strict=True)
-        written = [_write(layer, piece, k, v, masks, has_sinks=sinks is not None) for piece, k, v in parts]
+        written = [_write(layer, piece, k, v) for piece, k, v in parts]
         layer.fetched = [
             _read(layer, piece, found) for piece, found in zip(layer.pieces, written, strict=True)
         ]
@@ -131,15 +127,7 @@ def _pieces(layer: FlatLayer, masks: Sequence[Mask] | None) -> list[Piece]:
     return pieces
 
 
-def _write(
-    layer: FlatLayer,
-    piece: Piece,
-    keys: mx.array,
-    values: mx.array,
-    masks: Sequence[Mask] | None,
-    *,
-    has_sinks: bool,
-) -> list[tuple[Any, Any] | Seat]:
+def _write(layer: FlatLayer, piece: Piece, keys: mx.array, values: mx.array) -> list[tuple[Any, Any] | Seat]:
     """Put the rows' keys and values into their caches; return what each row then attends to.
 
     What lies in buffers for several is read once all of them have written: it stands as the row's seat, or
@@ -153,17 +141,14 @@ def _write(
     cuts = _row_cuts(layer, piece)
     for number, (k, v) in enumerate(zip(_cut(keys, cuts), _cut(values, cuts), strict=True), piece.first):
         cache = layer.caches[number]
-        if is_plain and number < spans.single_count and not isinstance(cache, _KEPT_ELSEWHERE):
+        if is_plain and number < spans.single_count and not isinstance(cache, Seat):
             found.append(append_one(cache, k, v, spans.single_places[number]))
             continue
         if spans.counts[number] > 1:
             k, v = k.swapaxes(0, 2), v.swapaxes(0, 2)
-        mask = None if masks is None else masks[number]
         if isinstance(cache, Seat):
             cache.write(k, v)
             found.append(cache)
-        elif isinstance(cache, BorrowingCache) and not has_sinks and reads_segments(k.dtype, mask=mask):
-            found.append(cache.append(k, v))
         else:
             found.append(cache.update_and_fetch(k, v))
     return found

@@ -135,11 +135,6 @@ def slab_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
     ]
 
 
-def plain_places(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[int]:
-    """Return which of a row's caches can read what the prefix cache keeps."""
-    return [place for place in slab_places(ways, caches) if class_of(caches[place]).is_plain]
-
-
 _Kind = tuple[object, ...]
 
 

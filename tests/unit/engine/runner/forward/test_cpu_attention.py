@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.engine.attention.first_wait import FIRST_WAIT
-from icehouse_server.engine.kv_cache.borrowing import Segments
 from icehouse_server.engine.runner.forward.cpu.attention import Call, fused_attention
 
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
@@ -222,89 +221,3 @@ def test_a_row_that_is_damaged_harms_no_other_in_either_thread() -> None:
     (found,) = fused_attention([one._replace(keys=mx.array(keys))], scale=SCALE)
     assert np.isnan(np.array(found)[1]).all()
     np.testing.assert_allclose(np.array(found)[[0, 2, 3]], truth(one)[[0, 2, 3]], atol=2e-6)
-
-
-def in_segments(one: Call, shared: Call, counts: tuple[int, ...]) -> tuple[Call, Call]:
-    """Return an attention whose first keys are `shared`'s, in pieces of these lengths and of its own, and the
-    same with all in one array."""
-    cuts = [sum(counts[: n + 1]) for n in range(len(counts))]
-    pieces, whole = [], []
-    for ours, theirs in ((one.keys, shared.keys), (one.values, shared.values)):
-        assert isinstance(ours, mx.array) and isinstance(theirs, mx.array)
-        lent = lent_pieces(theirs, cuts)
-        pieces.append(Segments([*lent, ours]))
-        whole.append(mx.concatenate([theirs[:, :, : cuts[-1]], ours], axis=2))
-    return one._replace(keys=pieces[0], values=pieces[1]), one._replace(keys=whole[0], values=whole[1])
-
-
-LENT: dict[int, list[mx.array]] = {}
-
-
-def lent_pieces(array: mx.array, cuts: list[int]) -> list[mx.array]:
-    """Return the pieces of an array up to each of these places: the same objects for all who ask."""
-    found = LENT.setdefault(id(array), [array[:, :, a:b] for a, b in zip([0, *cuts], cuts, strict=False)])
-    return found[: len(cuts)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_lent() -> None:
-    LENT.clear()
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("own", [(1,), (3, 40, 3), (5, 9, 9, 2)])
-def test_rows_that_share_their_first_keys_read_them_once_and_give_the_same(
-    kv_heads: int, own: tuple[int, ...]
-) -> None:
-    shared = call(1, 700, kv_heads=kv_heads)
-    calls, wholes = [], []
-    for row, count in enumerate(own):
-        # The middle row of three goes its own way after the second piece: those who share are not neighbours.
-        pieces = (256, 256) if row == 1 else (256, 256, 188)
-        ours = call(1, count, kv_heads=kv_heads)
-        mine = ours._replace(keys=ours.keys * (row + 1), values=ours.values - row)
-        in_pieces, whole = in_segments(mine, shared, pieces)
-        calls.append(in_pieces)
-        wholes.append(whole)
-    for found, whole in zip(fused_attention(calls, scale=SCALE), wholes, strict=True):
-        assert found.shape == by_mlx(whole).shape
-        assert error(found, whole) < 2e-6
-
-
-@pytest.mark.parametrize("tokens", [2, 33, 64, 65, 300])
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_a_chunk_behind_shared_keys_gives_the_same(tokens: int, is_masked: bool) -> None:
-    shared = call(1, 700)
-    mask = window(tokens, 444 + tokens, 90) if is_masked else "causal"
-    one, whole = in_segments(call(tokens, tokens, mask), shared, (256, 188))
-    row, whole_row = in_segments(call(1, 7), shared, (256, 188))
-    plain = call(1, 30)
-    found = fused_attention([one, plain, row], scale=SCALE)
-    for got, want in zip(found, (whole, plain, whole_row), strict=True):
-        assert error(got, want) < 2e-6
-
-
-def test_masked_rows_in_segments_see_what_they_may() -> None:
-    shared = call(1, 600)
-    calls, wholes = [], []
-    for count in (4, 20):
-        mask = mx.arange(512 + count)[None] >= 300 + count
-        in_pieces, whole = in_segments(call(1, count, mask), shared, (256, 256))
-        calls.append(in_pieces)
-        wholes.append(whole)
-    for found, whole in zip(fused_attention(calls, scale=SCALE), wholes, strict=True):
-        assert error(found, whole) < 2e-6
-
-
-def test_a_damaged_row_harms_no_other_that_shares_its_keys() -> None:
-    shared = call(1, 600)
-    calls, wholes = [], []
-    for row in range(3):
-        ours = call(1, 6)
-        spoiled = ours._replace(keys=ours.keys * (float("nan") if row == 1 else 1.0))
-        in_pieces, whole = in_segments(spoiled, shared, (256, 256))
-        calls.append(in_pieces)
-        wholes.append(whole)
-    found = fused_attention(calls, scale=SCALE)
-    assert np.isnan(np.array(found[1])).all()
-    assert max(error(found[row], wholes[row]) for row in (0, 2)) < 2e-6

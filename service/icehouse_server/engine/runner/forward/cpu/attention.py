@@ -13,10 +13,8 @@ import numpy as np
 
 from icehouse_server.engine.attention.cpu.softmax import (
     HIDDEN,
-    MOST_SPLIT_QUERIES,
     MOST_STARTED_TOKENS,
     QUERIES_AT_ONCE,
-    Floats,
     Part,
     computes_on_cpu,
     exponentials,
@@ -26,7 +24,6 @@ from icehouse_server.engine.attention.cpu.softmax import (
     shared,
 )
 from icehouse_server.engine.attention.first_wait import FIRST_WAIT
-from icehouse_server.engine.kv_cache.borrowing import Segments
 
 _LEAST_THIN_SCORES: Final = 6 << 10
 """Of one query for each head, from which on their keys are read here: MLX's matrix product of a vector copies
@@ -47,10 +44,10 @@ class Call(NamedTuple):
 
     queries: mx.array
     """[rows, heads, tokens, size]"""
-    keys: mx.array | Segments
-    """[rows, KV heads, positions, size], and so are the values; in segments only of one row. Quantized ones
-    are in parts, which `quantized` reads."""
-    values: mx.array | Segments
+    keys: mx.array
+    """[rows, KV heads, positions, size], and so are the values. Quantized ones are in parts, which
+    `quantized` reads."""
+    values: mx.array
     mask: Any = None
     """None, "causal" or an array that broadcasts to [rows, heads, tokens, positions]."""
 
@@ -69,26 +66,16 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
     )
     outputs: list[mx.array | None] = []
     parts: list[_AnyPart] = []
-    in_segments: list[int] = []
     for i, call in enumerate(calls):
-        if isinstance(call.keys, Segments):
-            assert counts and counts[i], "What cannot be read in segments is to be whole"
-            outputs.append(None)
-            if call.queries.shape[2] == 1:
-                in_segments.append(i)
-            else:
-                parts += _parts(i, _joined(call), scale)
-        elif takes_thin and counts[i] and call.queries.shape[2] == 1:
+        if takes_thin and counts[i] and call.queries.shape[2] == 1:
             outputs.append(None)
             parts.append(_ThinPart(i, call, scale))
         elif least is not None and counts[i] >= least:
             outputs.append(None)
             parts += _parts(i, call, scale)
         else:
-            q, k, v, mask = cast(tuple[mx.array, mx.array, mx.array, Any], call)
+            q, k, v, mask = call
             outputs.append(mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks))
-    if in_segments:
-        parts.append(_ThinSegments(in_segments, [calls[i] for i in in_segments], scale))
     found: dict[int, list[mx.array]] = {}
     for together in runs_of(parts):
         FIRST_WAIT.come()
@@ -102,11 +89,6 @@ def fused_attention(calls: Sequence[Call], *, scale: float, sinks: Any = None) -
         mx.async_eval(outputs)  # type: ignore[no-untyped-call]
         FIRST_WAIT.come()  # a later layer is begun only once few before it are left, which may take long
     return cast(list[mx.array], outputs)
-
-
-def reads_segments(dtype: mx.Dtype, *, mask: Any = None) -> bool:
-    """Tell whether attention reads `Segments` of such keys, under such a mask and without sinks."""
-    return computes_on_cpu() and dtype == mx.float32 and _is_known(mask)
 
 
 def _is_known(mask: Any) -> bool:
@@ -146,13 +128,13 @@ class _ThinPart:
     @property
     def awaited(self) -> list[mx.array]:
         """What is to be computed before it is read."""
-        queries, keys, values, mask = cast(tuple[mx.array, mx.array, mx.array, Any], self._call)
+        queries, keys, values, mask = self._call
         return [queries, keys, values, *([mask] if isinstance(mask, mx.array) else [])]
 
     def attended(self) -> list[mx.array]:
         """Return the output, once what it reads is computed."""
         call = self._call
-        queries, keys, values = (shared(cast(mx.array, each)) for each in call[:3])
+        queries, keys, values = (shared(each) for each in call[:3])
         row_count, head_count, _, size = queries.shape
         kv_head_count, position_count = keys.shape[1:3]
         grouped = queries.reshape(row_count, kv_head_count, head_count // kv_head_count, size)
@@ -178,110 +160,11 @@ class _ThinPart:
         return [mx.array(output.reshape(row_count, head_count, 1, -1))]
 
 
-class _Segment(NamedTuple):
-    """Keys and values that some rows have in the same places, [KV heads, positions, size]."""
-
-    first: int
-    """Position of the first of them in each of the rows."""
-    keys: Floats
-    values: Floats
-    columns: Any
-    """Which of the queries of each KV head, [rows x heads of each], are those rows': a slice or an array."""
-
-
-class _ThinSegments:
-    """One query for each head of rows whose keys lie in segments: what several rows have is read once.
-
-    Eight rows that share 1,500 tokens take 25 ms in 16 layers, and 90 where each has its own (8 heads of 128
-    numbers, float32; 2-core x86, mlx 0.32.4).
-    """
-
-    held_count = 0
-
-    def __init__(self, numbers: Sequence[int], calls: Sequence[Call], scale: float) -> None:
-        self.numbers = tuple(numbers)
-        self._scale = scale
-        self._calls = calls
-
-    @property
-    def awaited(self) -> list[mx.array]:
-        """What is to be computed before it is read."""
-        found: list[mx.array] = []
-        for queries, keys, values, mask in self._calls:
-            assert isinstance(keys, Segments) and isinstance(values, Segments)
-            found += [queries, *keys.pieces, *values.pieces, *([mask] if isinstance(mask, mx.array) else [])]
-        return found
-
-    def attended(self) -> list[mx.array]:
-        """Return the output of each row, once what it reads is computed."""
-        calls, row_count = self._calls, len(self._calls)
-        _, head_count, _, size = calls[0].queries.shape
-        kv_head_count, value_size = calls[0].keys.shape[1], calls[0].values.shape[3]
-        group = head_count // kv_head_count
-        rows = [shared(call.queries).reshape(kv_head_count, group, size) for call in calls]
-        # Each head's queries in columns that lie together: products take half the time of the other way.
-        asking = np.concatenate(rows, axis=1).swapaxes(-1, -2) * np.float32(self._scale)
-        counts = [call.keys.shape[2] for call in calls]
-        position_count = max(counts)
-        segments = _segments(calls, group)
-        output = np.zeros((kv_head_count, row_count * group, value_size), dtype=np.float32)
-
-        def attend(_: slice, heads: slice) -> None:
-            asked = np.ascontiguousarray(asking[heads])
-            scores = np.empty((len(asked), row_count * group, position_count), dtype=np.float32)
-            with np.errstate(all="ignore"):  # what is no number stays none
-                for first, keys, _values, columns in segments:
-                    told = np.matmul(keys[heads], asked[:, :, columns])
-                    scores[:, columns, first : first + keys.shape[1]] = told.swapaxes(-1, -2)
-                for row, (call, count) in enumerate(zip(calls, counts, strict=True)):
-                    own = scores[:, row * group : (row + 1) * group]
-                    own[..., count:] = HIDDEN  # where longer rows have more
-                    if isinstance(call.mask, mx.array):
-                        seen = np.broadcast_to(shared(call.mask), (1, 1, 1, count))[0, 0, 0]
-                        own[..., :count][..., ~seen] = HIDDEN
-                sums = exponentials(scores.reshape(-1, position_count))
-                for first, _keys, values, columns in segments:
-                    weights = scores[:, columns, first : first + values.shape[1]]
-                    output[heads, columns] += np.matmul(weights, values[heads])
-                output[heads] /= sums.reshape(*scores.shape[:2], 1)
-
-        in_two(attend, 1, kv_head_count, is_worth=position_count * head_count * row_count)
-        by_row = output.reshape(kv_head_count, row_count, group, value_size).swapaxes(0, 1)
-        return [mx.array(row.reshape(1, head_count, 1, value_size)) for row in by_row]
-
-
-def _segments(calls: Sequence[Call], group: int) -> list[_Segment]:
-    """Return what the rows read, each array once."""
-    rows: dict[int, list[int]] = {}
-    found: dict[int, tuple[int, mx.array, mx.array]] = {}
-    for row, call in enumerate(calls):
-        assert isinstance(call.keys, Segments) and isinstance(call.values, Segments)
-        first = 0
-        for keys, values in zip(call.keys.pieces, call.values.pieces, strict=True):
-            found.setdefault(id(keys), (first, keys, values))
-            rows.setdefault(id(keys), []).append(row)
-            first += keys.shape[2]
-    return [
-        _Segment(first, shared(keys)[0], shared(values)[0], _columns(rows[name], group))
-        for name, (first, keys, values) in found.items()
-    ]
-
-
-def _columns(rows: Sequence[int], group: int) -> Any:
-    """Return where rows' queries are: a slice where they lie side by side, which copies nothing."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return slice(rows[0] * group, (rows[-1] + 1) * group)
-    return np.concatenate([np.arange(row * group, (row + 1) * group) for row in rows])
-
-
-_AnyPart = Part | _ThinPart | _ThinSegments
+_AnyPart = Part | _ThinPart
 
 
 def _part(number: int, call: Call, scale: float, hidden: Any) -> Part:
-    keys, values = (
-        each.pieces if isinstance(each, Segments) else (each,) for each in (call.keys, call.values)
-    )
-    return Part.of(number, call.queries, keys, values, scale=scale, hidden=hidden)
+    return Part.of(number, call.queries, (call.keys,), (call.values,), scale=scale, hidden=hidden)
 
 
 def _parts(number: int, call: Call, scale: float) -> list[Part]:
@@ -294,19 +177,7 @@ def _parts(number: int, call: Call, scale: float) -> list[Part]:
         last = min(count, first + QUERIES_AT_ONCE)
         queries, keys, values = call.queries[:, :, first:last], call.keys, call.values
         if last < count:
-            assert isinstance(keys, mx.array) and isinstance(values, mx.array), (
-                "Many queries read what is joined"
-            )
             keys, values = keys[:, :, : before + last], values[:, :, : before + last]
         some = Call(queries, keys, values)
         found.append(_part(number, some, scale, later(last - first)))
     return found
-
-
-def _joined(call: Call) -> Call:
-    """Return a call with its keys in one array, where that costs less than many scores in pieces."""
-    assert isinstance(call.keys, Segments) and isinstance(call.values, Segments)
-    if call.queries.shape[2] <= MOST_SPLIT_QUERIES:
-        return call
-    keys, values = (mx.concatenate(list(each.pieces), axis=2) for each in (call.keys, call.values))
-    return Call(call.queries, keys, values, call.mask)
