@@ -314,7 +314,8 @@ def _by_mlx(
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
-    if row.count == 1 and sinks is None:
+    # In 16 bits the sums of pieces would be rounded one by one, and a token differ from the same in a chunk.
+    if row.count == 1 and sinks is None and queries.dtype == mx.float32:
         return _one_by_mlx(own, keys, values, scale=scale)
     k, v = _joined(keys), _joined(values)
     mask: Any = causal_rule(row.begin - low, row.count, window)
