@@ -20,8 +20,8 @@ from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, Restoring
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, PlacedBlock, RestoreInput
+from icehouse_server.engine.kv_cache.restore import Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.storage.api import KvPlace, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")
@@ -150,8 +150,7 @@ class RunnerBlocks:
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
         assert self._layout is not None
-        blocks = [_restore_block(block) for block in restore.blocks]
-        count = restore.token_count
+        blocks, count = restore.blocks, restore.token_count
         if self._paging is not None:
             caches = self._paging.caches(self._sequences.fresh_caches())
             self._restoring[sequence_id] = PagedRestoring(
@@ -220,14 +219,4 @@ def _facts_of(layout: CacheLayout) -> CacheFacts:
         needs_checkpoint=layout.needs_checkpoint,
         window_token_count=layout.window_token_count,
         shortest_window_token_count=min(windows, default=0),
-    )
-
-
-def _restore_block(block: PlacedBlock) -> RestoreBlock:
-    return RestoreBlock(
-        start_token_index=block.start_token_index,
-        token_count=block.token_count,
-        kv=block.regions.get(RegionKind.KV),
-        window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
-        checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
     )

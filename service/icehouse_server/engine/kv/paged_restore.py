@@ -20,7 +20,8 @@ from icehouse_server.engine.kv.pool import Page, numbers_of
 from icehouse_server.engine.kv.table import PageGroup, PageRun
 from icehouse_server.engine.kv_cache.cache_classes import Part
 from icehouse_server.engine.kv_cache.regions import dtype_name
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, Restoring
+from icehouse_server.engine.kv_cache.restore import Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.api import PlannedBlock, TensorShape, UnfitLayout
 
@@ -126,7 +127,7 @@ class PagedRestoring:
     """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
-        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[RestoreBlock], *, token_count: int
+        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[PlacedBlock], *, token_count: int
     ) -> None:
         """`caches`: a new row's."""
         self._blocks = blocks
@@ -158,7 +159,7 @@ class PagedRestoring:
         for block in self._blocks:
             if covered >= self.token_count:
                 break
-            region = cast("PageRegion | None", block.kv)
+            region = cast("PageRegion | None", block.regions.get(RegionKind.KV))
             if region is None or block.start_token_index != covered:
                 raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
             run.add(region.pages)

@@ -19,7 +19,8 @@ from icehouse_server.engine.kv_cache.cache_classes import CacheClass, Part, clas
 from icehouse_server.engine.kv_cache.held import Held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, Restoring
+from icehouse_server.engine.kv_cache.restore import Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
 
@@ -133,7 +134,7 @@ class CacheLayout:
 
     def begin_restore(
         self,
-        blocks: Sequence[RestoreBlock],
+        blocks: Sequence[PlacedBlock],
         *,
         token_count: int,
         make_caches: Callable[[], Sequence[Any]],
@@ -149,7 +150,7 @@ class CacheLayout:
 
     def restore(
         self,
-        blocks: Sequence[RestoreBlock],
+        blocks: Sequence[PlacedBlock],
         *,
         token_count: int,
         make_caches: Callable[[], Sequence[Any]],

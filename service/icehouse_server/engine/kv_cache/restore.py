@@ -7,15 +7,15 @@ they were. Inference thread only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from icehouse_server.domain.blocks import Region, RegionKind
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, put
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 
@@ -23,7 +23,7 @@ class Restoring:
     """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
-        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[RestoreBlock], *, token_count: int
+        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[PlacedBlock], *, token_count: int
     ) -> None:
         assert token_count >= 1, token_count
         self._parts = parts
@@ -32,12 +32,8 @@ class Restoring:
         self.token_count = token_count
         """Tokens that the caches will hold."""
         self._done_count = 0
-        self._kv_blocks = [
-            (block, dict(block.kv.arrays)) for block in blocks if isinstance(block.kv, ArrayRegion)
-        ]
-        self._window_blocks = [
-            (block, dict(block.window.arrays)) for block in blocks if block.window is not None
-        ]
+        self._kv_blocks = _blocks_with(blocks, RegionKind.KV)
+        self._window_blocks = _blocks_with(blocks, RegionKind.WINDOW)
         if any(part.kind is RegionKind.KV for part in parts):
             self._check_kv_cover()
 
@@ -91,14 +87,15 @@ class Restoring:
         if part.kind is RegionKind.WINDOW:
             kept = min(self.token_count, part.window_token_count)
             return {suffix: self._join_window(f"{part.name}.{suffix}", kept) for suffix in suffixes}
-        block = next((b for b in self._blocks if b.end_token_index == self.token_count), None)
-        if block is None or block.checkpoint is None:
+        ends = [block for block in self._blocks if block.end_token_index == self.token_count]
+        found = _blocks_with(ends, RegionKind.CHECKPOINT)
+        if not found:
             raise _unusable(f"there is no checkpoint at token {self.token_count}")
         prefix = f"{part.name}."
         # New array objects: assigning into a cache must never reach a block's own array.
         return {
             name.removeprefix(prefix): mx.contiguous(array)
-            for name, array in block.checkpoint.arrays
+            for name, array in found[0][1].items()
             if name.startswith(prefix)
         }
 
@@ -141,6 +138,14 @@ class Restoring:
         return _concatenate(name, pieces[::-1])
 
 
+def _blocks_with(
+    blocks: Sequence[PlacedBlock], kind: RegionKind
+) -> list[tuple[PlacedBlock, dict[str, mx.array]]]:
+    """Return the blocks that have such arrays, and these by name. KV may lie in pages: then they are none."""
+    found = ((block, block.regions.get(kind)) for block in blocks)
+    return [(block, dict(region.arrays)) for block, region in found if isinstance(region, ArrayRegion)]
+
+
 def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
     """Join along the token axis without ever promoting a dtype; the result is a new, compact array."""
     _check_alike(name, pieces)
@@ -161,23 +166,3 @@ def _of_length(name: str, array: mx.array, token_count: int) -> mx.array:
 
 def _unusable(message: str) -> StorageError:
     return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RestoreBlock:
-    """The regions of one block that are on the device; the others are None.
-
-    `window` is None when the block ends before every window begins; `checkpoint` unless the block ends where
-    the restore ends.
-    """
-
-    start_token_index: int
-    token_count: int
-    kv: Region | None = None
-    """Arrays, or pages of the pool."""
-    window: ArrayRegion | None = None
-    checkpoint: ArrayRegion | None = None
-
-    @property
-    def end_token_index(self) -> int:
-        return self.start_token_index + self.token_count

@@ -19,7 +19,7 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 from icehouse_server.engine.kv_cache.caches import quantize_caches, step_token_count
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from tests.unit.engine.kv_cache.runs import same_bits
+from tests.unit.engine.kv_cache.runs import block_of, same_bits
 
 WINDOW = 8
 BLOCK = 4
@@ -146,14 +146,14 @@ def test_what_an_entry_says(row: Row) -> None:
 def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) -> None:
     cache = row.make()
     layout = CacheLayout.of([cache], block_token_count=BLOCK)
-    blocks: list[RestoreBlock] = []
+    blocks: list[PlacedBlock] = []
     total, start = sum(fed), 0
     for count in fed:
         row.feed(cache, start, count)
         start += count
         for low in range(sum(b.token_count for b in blocks), start - BLOCK + 1, BLOCK):
             blocks.append(
-                RestoreBlock(
+                block_of(
                     low,
                     BLOCK,
                     kv=from_host(to_host(layout.cut_kv([cache], start=low, stop=low + BLOCK))),

@@ -9,13 +9,13 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
     CHUNK,
     Recording,
+    block_of,
     feed,
     greedy,
     model_of,
@@ -98,7 +98,7 @@ def test_lists_of_two_kv_caches_with_values_of_no_width(dtype: mx.Dtype) -> None
     step(caches, BLOCK, 0)
     step(caches, BLOCK, 10)
     blocks = tuple(
-        RestoreBlock(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
+        block_of(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
         for low in (0, BLOCK)
     )
     restored = layout.restore(blocks, token_count=2 * BLOCK, make_caches=make_caches)
@@ -115,7 +115,7 @@ def test_an_unused_slot_stays_unused_and_a_lost_one_is_noticed() -> None:
     layout = CacheLayout.of([ArraysCache(size=3)], block_token_count=BLOCK)
     taken = from_host(to_host(layout.cut_checkpoint([cache])))
     (restored,) = layout.restore(
-        (RestoreBlock(0, 5, checkpoint=taken),),
+        (block_of(0, 5, checkpoint=taken),),
         token_count=5,
         make_caches=lambda: [ArraysCache(size=3)],
     )
@@ -135,7 +135,7 @@ def test_writing_in_place_into_a_restored_cache_spares_the_block() -> None:
 
     layout = CacheLayout.of(make_caches(), block_token_count=256)
     restored = layout.restore(
-        (RestoreBlock(0, 256, kv=kv, checkpoint=checkpoint),),
+        (block_of(0, 256, kv=kv, checkpoint=checkpoint),),
         token_count=256,
         make_caches=make_caches,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.domain.blocks import HostRegion
+from icehouse_server.domain.blocks import HostRegion, RegionKind
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 from tests.unit.engine.kv_cache.runs import (
@@ -25,9 +26,10 @@ from tests.unit.engine.kv_cache.runs import (
 )
 
 LENGTH = 4 * CHUNK
+KV, WINDOW, CHECKPOINT = RegionKind
 
 
-def _restore(recording: Recording, blocks: tuple[RestoreBlock, ...], token_count: int) -> list[Any]:
+def _restore(recording: Recording, blocks: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
     return recording.layout.restore(blocks, token_count=token_count, make_caches=recording.make_caches)
 
 
@@ -97,39 +99,55 @@ def test_a_restore_can_be_taken_step_by_step() -> None:
     _check(recording, restoring.caches, CHUNK)
 
 
-def _without(blocks: tuple[RestoreBlock, ...], index: int, **changes: Any) -> tuple[RestoreBlock, ...]:
-    changed = dataclasses.replace(blocks[index], **changes)
+def _without(
+    blocks: tuple[PlacedBlock, ...],
+    index: int,
+    kind: RegionKind,
+    change: Callable[[ArrayRegion], ArrayRegion] | None = None,
+) -> tuple[PlacedBlock, ...]:
+    """Return the blocks, one of them without a region or with a damaged one."""
+    regions = dict(blocks[index].regions)
+    region = regions.pop(kind)
+    if change is not None:
+        assert isinstance(region, ArrayRegion)
+        regions[kind] = change(region)
+    changed = dataclasses.replace(blocks[index], regions=regions)
     return (*blocks[:index], changed, *blocks[index + 1 :])
 
 
-def _drop(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _drop(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, region.arrays[1:])
 
 
-def _cast(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _cast(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, [(name, array.astype(mx.float16)) for name, array in region.arrays])
 
 
-def _shorten(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _shorten(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, tuple((name, array[:, :, 1:]) for name, array in region.arrays))
 
 
 @pytest.mark.parametrize(
     ("architecture", "damage", "message"),
     [
-        ("llama", lambda b: _without(b, 1, kv=None), "kv starts at token 32 where 16 is next"),
+        ("llama", lambda b: _without(b, 1, KV), "kv starts at token 32 where 16 is next"),
         ("llama", lambda b: b[:2], "kv ends at token 32 of 64"),
-        ("llama", lambda b: _without(b, 1, kv=_drop(b[1].kv)), "cannot rebuild 000"),
-        ("llama", lambda b: _without(b, 1, kv=_cast(b[1].kv)), "does not fit together"),
-        ("llama", lambda b: _without(b, 1, kv=_shorten(b[1].kv)), "holds 15 tokens of a block of 16"),
-        ("gemma3_text", lambda b: _without(b, 3, window=None), "lacks tokens"),
-        ("gemma3_text", lambda b: _without(b, 2, window=None), "lacks tokens"),
-        ("gemma3_text", lambda b: _without(b, 3, window=_drop(b[3].window)), "cannot rebuild 000"),
-        ("lfm2", lambda b: _without(b, 3, checkpoint=None), "no checkpoint at token 64"),
-        ("lfm2", lambda b: _without(b, 3, checkpoint=_drop(b[3].checkpoint)), "cannot rebuild 000"),
+        ("llama", lambda b: _without(b, 1, KV, _drop), "cannot rebuild 000"),
+        ("llama", lambda b: _without(b, 1, KV, _cast), "does not fit together"),
+        (
+            "llama",
+            lambda b: _without(b, 1, KV, _shorten),
+            "holds 15 tokens of a block of 16",
+        ),
+        ("gemma3_text", lambda b: _without(b, 3, WINDOW), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 2, WINDOW), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 3, WINDOW, _drop), "cannot rebuild 000"),
+        ("lfm2", lambda b: _without(b, 3, CHECKPOINT), "no checkpoint at token 64"),
+        (
+            "lfm2",
+            lambda b: _without(b, 3, CHECKPOINT, _drop),
+            "cannot rebuild 000",
+        ),
     ],
 )
 def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, message: str) -> None:
@@ -140,8 +158,8 @@ def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, m
     assert caught.value.reason is Reason.STORE_UNUSABLE
 
 
-def _bytes(blocks: tuple[RestoreBlock, ...]) -> list[bytes]:
-    regions = [r for b in blocks for r in (b.kv, b.window, b.checkpoint) if r is not None]
+def _bytes(blocks: tuple[PlacedBlock, ...]) -> list[bytes]:
+    regions = [r for b in blocks for r in b.regions.values() if isinstance(r, ArrayRegion)]
     evaluate(regions)
     hosts: list[HostRegion] = [to_host(region) for region in regions]
     return [bytes(tensor.data) for host in hosts for tensor in host.tensors]

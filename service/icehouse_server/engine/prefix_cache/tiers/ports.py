@@ -57,6 +57,10 @@ class PlacedBlock:
     token_count: int
     regions: Mapping[RegionKind, Region]
 
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
+
 
 class HostCopy(Protocol):
     """Regions on their way to host memory. Keeps them alive until they are taken."""
