@@ -23,7 +23,6 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint
 from icehouse_server.storage.api import (
     Inventory,
     Loaded,
-    NewRows,
     Outcome,
     Persisted,
     PlannedBlock,
@@ -132,8 +131,8 @@ def tier_write(tier: Tier, chain: list[HostBlock]) -> None:
 
 
 def tier_read(tier: Tier, chain: list[HostBlock]) -> None:
-    """Load a chain into assembled buffers."""
-    planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV}), TOKEN_COUNT) for block in chain)
-    ticket = tier.storage.get_into(planned, NewRows(0, len(chain) * TOKEN_COUNT))
+    """Load a chain into memory that the readers make."""
+    planned = tuple(PlannedBlock(block.header, frozenset({RegionKind.KV})) for block in chain)
+    ticket = tier.storage.get_into(planned, None)
     assert ticket is not None and tier.outcomes.get() is ticket
     assert isinstance(ticket.outcome, Loaded) and ticket.outcome.failure is None

@@ -23,6 +23,11 @@ class Backend(enum.Enum):
     METAL = "metal"
     CUDA = "cuda"
 
+    @property
+    def has_unified_memory(self) -> bool:
+        """Whether what it computes on is the host's memory too."""
+        return self is not Backend.CUDA
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:

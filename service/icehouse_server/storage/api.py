@@ -14,7 +14,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock, HostRegion, HostTensor, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock, HostRegion, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 
@@ -117,8 +117,8 @@ class UnfitLayout(Exception):
 
 
 class KvPlace(Protocol):
-    """Memory of whoever asks, for the kv of consecutive blocks. Any thread; the tier lets go of it before the
-    ticket comes.
+    """Memory of whoever asks, for the kv of the blocks of one load. Any thread; the tier lets go of it before
+    the ticket comes, and of what is abandoned when the system returns from the read.
 
     What is in it counts only for blocks that the result names: others may be half there, or wrong.
     """
@@ -132,28 +132,17 @@ class KvPlace(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NewRows:
-    """No place: the tier makes buffers like the first block's, each of so many rows along the token axis."""
-
-    origin_token_index: int
-    """Sequence position of row 0; the first block's start, or earlier."""
-    capacity_token_count: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PlannedBlock:
     """One block to read: what it must say it is, and what of it is wanted."""
 
     header: BlockHeader
     """Compared whole with the stored one, token ids included."""
     regions: frozenset[RegionKind]
-    token_count: int
-    """Leading tokens of the kv region that are wanted; fewer than the block's only in the last one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """The window and checkpoint regions of one loaded block, those that were asked for."""
+    """The regions of one loaded block that were asked for, but for kv that was read into a `KvPlace`."""
 
     header: BlockHeader
     regions: tuple[HostRegion, ...]
@@ -164,16 +153,9 @@ class Loaded:
     """The verified beginning of a load: its first blocks, all of them unless `failure` is set."""
 
     blocks: tuple[LoadedBlock, ...]
-    end_token_index: int
-    """Sequence position behind the last wanted token that was read."""
     read_bytes: int
     read_bytes_per_s: float
     """Moving average over the recent loads."""
-    tensors: tuple[HostTensor, ...] = ()
-    """The kv of all blocks in `NewRows`, each [..., capacity, width].
-
-    Rows before the first block and from `end_token_index` on are not initialised.
-    """
     failure: Failure | None = None
 
 
@@ -262,9 +244,9 @@ class ColdTier(Protocol):
         regions are there. Fails for a `SpillDropCause`."""
         ...
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
-        """Read and verify consecutive blocks of one chain, their kv into this memory. Fails for the `Damage`
-        of the first; where another is damaged, those before it are there."""
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
+        """Read and verify blocks of one chain, in its order, their kv into this memory; without it the tier
+        makes some. Fails for the `Damage` of the first; where another is damaged, those before are there."""
         ...
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:

@@ -47,7 +47,16 @@ def test_spilling_never_touches_mlx_off_the_inference_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callers: dict[str, set[str]] = {}
-    for name in ("cut", "begin_to_host", "from_host", "begin_restore", "continue_restore"):
+    names = {
+        "cut",
+        "begin_to_host",
+        "from_host",
+        "begin_load",
+        "end_load",
+        "begin_restore",
+        "continue_restore",
+    }
+    for name in names:
         original = getattr(RunnerBlocks, name)
 
         def noted(self, *args, name=name, original=original, **kwargs):
@@ -59,7 +68,7 @@ def test_spilling_never_touches_mlx_off_the_inference_thread(
     for turn in range(2):
         with CacheServer(folder, tmp_path / "blocks") as served:
             served.ask(f"turn {turn}", real_prompt())
-    assert set(callers) == {"cut", "begin_to_host", "from_host", "begin_restore", "continue_restore"}
+    assert set(callers) == names
     assert set.union(*callers.values()) == {"inference"}
 
 

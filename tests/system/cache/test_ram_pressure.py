@@ -114,7 +114,7 @@ def test_a_longer_tail_takes_the_place_of_a_shorter_one_without_being_an_evictio
 def test_tails_on_ssd_go_when_the_whole_block_is_there(tmp_path: Path) -> None:
     with SteppedServer(tmp_path) as served:
         served.ask("turn", prompt(BLOCK + 3), max_output_tokens=0)
-    with SteppedServer(tmp_path) as served:
+    with SteppedServer(tmp_path, ram_blocks=1) as served:
         assert served.stats().ssd.tail_count == 1
         served.ask("next turn", prompt(3 * BLOCK + 1), max_output_tokens=0)
     with SteppedServer(tmp_path) as served:

@@ -23,7 +23,7 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
-from icehouse_server.storage.api import NewRows, StorageFailed
+from icehouse_server.storage.api import StorageFailed
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 
 from tests.fixtures.storage.faults import FaultyFiles
@@ -177,7 +177,7 @@ def test_letting_go_of_what_a_restore_is_made_from_counts_as_nothing(tmp_path: P
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_letting_go_of_what_a_sequence_reads_too_counts_as_nothing_while_it_runs(is_shared: bool) -> None:
     """Where a block holds its row's own pages, no page is free before the row has ended."""
-    with SteppedServer(facts=CacheFacts(shares_captures=is_shared)) as served:
+    with SteppedServer(facts=CacheFacts(shares_blocks=is_shared)) as served:
         served.ask("other", OTHERS)
         others = served.controller.yieldable_bytes()
         served.submit("runs", TOKENS, max_output_tokens=50)
@@ -225,7 +225,7 @@ def test_loads_leave_the_cores_to_rows_that_decode_at_an_even_pace(tmp_path: Pat
 
 def test_letting_go_of_what_a_sequence_reads_where_it_is_counts_as_nothing(tmp_path: Path) -> None:
     """Its arrays live until the sequence ends, and only then is there memory to be had for them."""
-    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, least_lent_token_count=4 * BLOCK)) as served:
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, shares_blocks=True)) as served:
         served.ask("first", TOKENS)
         served.ask("other", OTHERS)
         whole = served.controller.yieldable_bytes()
@@ -236,18 +236,12 @@ def test_letting_go_of_what_a_sequence_reads_where_it_is_counts_as_nothing(tmp_p
         served.step_until_idle()
         assert served.answer("again").cache.ram_token_count == 4 * BLOCK
         assert served.controller.yieldable_bytes() >= whole
-        served.submit("short", TOKENS[: 3 * BLOCK + 1], max_output_tokens=3)
-        whole = served.controller.yieldable_bytes()
-        while not served.scheduler.decoding_count:
-            served.loop.step()
-        assert served.controller.yieldable_bytes() == whole, "what is short is copied"
-        served.step_until_idle()
         served.check()
 
 
 @pytest.mark.parametrize("end", ["cancel", "park"])
 def test_what_a_sequence_read_is_let_go_of_however_it_ends(tmp_path: Path, end: str) -> None:
-    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, least_lent_token_count=1)) as served:
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, shares_blocks=True)) as served:
         served.ask("first", TOKENS)
         whole = served.controller.yieldable_bytes()
         served.submit("again", TOKENS, max_output_tokens=50)
@@ -479,32 +473,47 @@ def test_a_reader_that_is_cancelled_at_any_step_leaves_others_running(tmp_path: 
         served.check()
 
 
-class EmptyTarget:
-    """Arrays that the readers are not shown: they find memory themselves."""
-
-    def place(self, rows: NewRows) -> None:
-        """There is none."""
-
-
-def test_the_room_of_arrays_that_are_made_for_a_load_is_known_until_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_that_a_load_is_read_into_are_counted_until_they_are_its_rows(tmp_path: Path) -> None:
     fill(tmp_path)
-    with SteppedServer(tmp_path) as served:
-        monkeypatch.setattr(served.runner, "begin_target", lambda **how: EmptyTarget())
-        monkeypatch.setattr(served.runner, "continue_target", lambda target, **how: True)
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, shares_blocks=True)) as served:
         served.holds_storage = True
         served.submit("a", TOKENS, max_output_tokens=20)
         rooms = []
         for _ in range(4):
             served.loop.step()
             rooms += [(s.phase, s.loading_room_token_count) for s in served.scheduler.running]
-        assert rooms[-1] == (Phase.LOADING, len(TOKENS) + 20)
+        assert rooms[-1] == (Phase.LOADING, 4 * BLOCK)
         (sequence,) = served.scheduler.running
         served.holds_storage = False
         served.step_until_idle()
         assert sequence.loading_room_token_count == 0
         assert served.answer("a").cache.ssd_token_count == 4 * BLOCK
+
+
+@pytest.mark.parametrize("is_queue_full", [False, True])
+def test_no_pages_are_kept_for_a_load_that_cannot_be(tmp_path: Path, is_queue_full: bool) -> None:
+    facts = dataclasses.replace(KV, shares_blocks=True)
+    fill(tmp_path)
+    with SteppedServer(tmp_path, facts=facts, load_queue_limit_count=0 if is_queue_full else 1) as served:
+        served.runner.has_room = lambda: is_queue_full
+        served.submit("a", TOKENS, max_output_tokens=2)
+        served.loop.step()
+        (sequence,) = served.scheduler.running or served.scheduler.restoring
+        served.step_until_idle()
+        assert sequence.loading_room_token_count == 0
+        assert served.answer("a").cache.cached_token_count == 0
+        assert served.runner.asked_load_count == 1
+        served.check()
+
+
+def test_blocks_in_ram_make_way_where_no_pages_are_free_to_read_into(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with SteppedServer(tmp_path, facts=dataclasses.replace(KV, shares_blocks=True)) as served:
+        served.ask("others", OTHERS)
+        served.runner.has_room = lambda: not served.cache.tree.ram.block_count
+        assert served.ask("a", TOKENS).cache.ssd_token_count == 4 * BLOCK
+        assert served.runner.asked_load_count == 2
+        served.check()
 
 
 def replaced(*_args, **_kwargs):

@@ -10,8 +10,10 @@ from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind, pa
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
+from icehouse_server.storage.api import PlannedBlock
 
 from tests.fixtures.engine import FakeRunner
+from tests.fixtures.storage.loading import BlockBuffers
 
 TOKEN_BYTES = 4
 
@@ -60,6 +62,9 @@ class TokenRunner(FakeRunner):
         self.refuse_restore: Callable[[RestoreInput], bool] = lambda restore: False
         self.is_copying = False
         """Whether what was begun to be copied to host memory is not there yet."""
+        self.has_room: Callable[[], bool] = lambda: True
+        """Whether there are pages to read into, where KV lies in pages."""
+        self.asked_load_count = 0
         self.copies_apart = False
         """Whether it is then memory of its own."""
         self._checkpoint_padding_bytes = checkpoint_padding_bytes
@@ -88,23 +93,12 @@ class TokenRunner(FakeRunner):
         for sequence_id in sequence_ids:
             self._restoring.pop(sequence_id, None)
 
-    def begin_cut(self, *, start: int, stop: int) -> list[int]:
-        """Begin with nothing copied."""
-        return [start, stop]
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> BlockBuffers | None:
+        self.asked_load_count += 1
+        return BlockBuffers(blocks) if self.has_room() else None
 
-    def continue_cut(self, sequence_id: SequenceId, cutting, *, budget_s: float):
-        """Take two steps for each block: one that copies nothing, one that copies all."""
-        start, stop = cutting[:2]
-        cutting.append(0)
-        if len(cutting) == 3:
-            return None
-        return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
-
-    def begin_target(self, *, capacity_token_count: int) -> None:
-        """The readers find memory themselves."""
-
-    def continue_target(self, target: object, *, budget_s: float) -> bool:
-        raise AssertionError("there is none")
+    def end_load(self, place: BlockBuffers) -> list[TokenRegion]:
+        return [self.from_host(region) for region in place.regions()]
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         if self.refuse_restore(restore):
@@ -143,12 +137,6 @@ class TokenRunner(FakeRunner):
                 assert block.start_token_index == len(history), "kv has a gap"
                 assert isinstance(region, TokenRegion)
                 history += region.tokens
-        if restore.loaded is not None and restore.loaded.tensors and len(history) < count:
-            (tensor,) = restore.loaded.tensors
-            rows = unpack_tokens(bytes(tensor.data))
-            first = len(history) - restore.origin_token_index
-            assert first >= 0 and restore.loaded.end_token_index >= count, "the buffer has a gap"
-            history += rows[first : count - restore.origin_token_index]
         history = history[:count]
         assert len(history) == count, f"{len(history)} tokens of {count} were restored"
         if self.facts.window_token_count:

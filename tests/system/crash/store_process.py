@@ -146,9 +146,9 @@ def poorer(block: HostBlock) -> HostBlock:
 def _load(served: StorageThread, block: HostBlock) -> None:
     """Load a block and compare each byte with what was spilled."""
     served.take()
-    served.storage.get_into(*plan([block], origin=block.header.start_token_index))
+    served.storage.get_into(*plan([block]))
     found = next(o for o in served.take() if isinstance(o, Loaded))
-    assert_holds(found, [block], origin=block.header.start_token_index)
+    assert_holds(found, [block])
 
 
 def check_replaced(directory: Path) -> int:

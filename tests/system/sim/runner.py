@@ -16,10 +16,10 @@ from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, LayerSpan, MemoryUse, PassResult
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
-from icehouse_server.storage.api import NewRows
-from icehouse_server.storage.row_buffers import RowBuffers
+from icehouse_server.storage.api import PlannedBlock
 
 from tests.fixtures.engine import memory_model, model_info
+from tests.fixtures.storage.loading import BlockBuffers
 from tests.system.sim.images import vectors_of
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
 
@@ -69,23 +69,6 @@ class SimCopy:
         return tuple(_host_region(region) for region in self.regions)
 
 
-class SimTarget:
-    """Rows of both kv tensors that readers fill; full of dirt until they do."""
-
-    def __init__(self, capacity_token_count: int) -> None:
-        self._shape = (1, 1, capacity_token_count, 1)
-        self._buffers = [bytearray(b"\xfa" * 8 * capacity_token_count) for _ in _NAMES[RegionKind.KV]]
-
-    def place(self, rows: NewRows) -> RowBuffers:
-        """Return both as a place that these rows are read to."""
-        return RowBuffers(self.views(), rows)
-
-    def views(self) -> tuple[HostTensor, ...]:
-        """Return views of both."""
-        named = zip(_NAMES[RegionKind.KV], self._buffers, strict=True)
-        return tuple(HostTensor(name, "U64", self._shape, memoryview(buffer)) for name, buffer in named)
-
-
 @dataclasses.dataclass(slots=True)
 class _Row:
     """One decoding sequence. When pipelined, what is drawn is run through the model before it is told."""
@@ -103,7 +86,7 @@ class SimRunner:
         self._block_token_count = block_token_count
         self._dice = dice
         self.is_pipelined = spec.weights % 2 == 1
-        self._has_targets = spec.weights % 3 > 0
+        self._has_pages = spec.weights % 3 > 0 and spec.has_kv
         self.copies_apart = spec.weights % 4 > 1
         """Whether what is to be written is copied, and no view of what RAM holds."""
         self.pass_count = 0
@@ -124,6 +107,7 @@ class SimRunner:
             and spec.window_token_count not in range(1, self._block_token_count),
             needs_checkpoint=spec.has_state,
             window_token_count=spec.window_token_count,
+            shares_blocks=self._has_pages,
         )
 
     @property
@@ -271,23 +255,12 @@ class SimRunner:
             cuts[kind] = SimRegion(kind, tuple(rows))
         return cuts
 
-    def begin_cut(self, *, start: int, stop: int) -> list[int]:
-        """Begin with nothing copied."""
-        return [start, stop]
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> BlockBuffers | None:
+        assert self._has_pages
+        return BlockBuffers(blocks) if self._dice.random() < 0.9 else None
 
-    def continue_cut(self, sequence_id: SequenceId, cutting, *, budget_s: float):
-        """Take two steps for each block: one that copies nothing, one that copies all."""
-        start, stop = cutting[:2]
-        cutting.append(0)
-        if len(cutting) == 3:
-            return None
-        return self.cut(sequence_id, start=start, stop=stop, kinds=[RegionKind.KV])[RegionKind.KV]
-
-    def begin_target(self, *, capacity_token_count: int) -> SimTarget | None:
-        return SimTarget(capacity_token_count) if self._has_targets else None
-
-    def continue_target(self, target: SimTarget, *, budget_s: float) -> bool:
-        return self._dice.random() < 0.7
+    def end_load(self, place: BlockBuffers) -> list[SimRegion]:
+        return [self.from_host(region) for region in place.regions()]
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         assert sequence_id not in self.open_caches, sequence_id
@@ -332,31 +305,18 @@ def _rows_of(tensor: HostTensor) -> list[int]:
 
 
 def _joined_kv(restore: RestoreInput) -> list[int]:
-    """Return rows [0, token_count): blocks from the start without a gap, then the loaded buffers."""
+    """Return rows [0, token_count), of blocks from the start without a gap."""
     rows: list[int] = []
     for block in restore.blocks:
         region = block.regions.get(RegionKind.KV)
-        if region is None:
-            continue
-        if block.start_token_index != len(rows) or len(_rows_in(region)) != block.token_count:
+        if region is None or block.start_token_index != len(rows):
             raise _unusable(f"kv starts at {block.start_token_index} where {len(rows)} is next")
+        if len(_rows_in(region)) != block.token_count:
+            raise _unusable(f"kv of {len(_rows_in(region))} tokens in a block of {block.token_count}")
         rows += _rows_in(region)
-    rows = rows[: restore.token_count]
     if len(rows) < restore.token_count:
-        loaded = restore.loaded
-        if loaded is None or loaded.end_token_index < restore.token_count:
-            raise _unusable(f"kv ends at {len(rows)} of {restore.token_count}")
-        assert bool(loaded.tensors) is (restore.target is None), "the kv is in one place, not in two"
-        tensors, origin = loaded.tensors, restore.origin_token_index
-        if isinstance(restore.target, SimTarget):
-            tensors, origin = restore.target.views(), 0
-        first, second = (_rows_of(tensor) for tensor in tensors)
-        low = len(rows) - origin
-        high = restore.token_count - origin
-        assert low >= 0 and high <= len(first), (low, high, len(first))
-        assert second[low:high] == [row ^ _SECOND for row in first[low:high]], "two tensors disagree"
-        rows += first[low:high]
-    return rows
+        raise _unusable(f"kv ends at {len(rows)} of {restore.token_count}")
+    return rows[: restore.token_count]
 
 
 def _joined_window(restore: RestoreInput, window_token_count: int) -> list[int]:

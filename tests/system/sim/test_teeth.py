@@ -15,11 +15,10 @@ from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.prefix_cache import cache, commands, controller
+from icehouse_server.engine.prefix_cache import cache, commands, controller, restore
 from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import channel, mirror
-from icehouse_server.storage import row_buffers
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import credit, spiller
 from icehouse_server.storage.local.block_format import file, header, reader
@@ -64,14 +63,17 @@ def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
 
 
-def read_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    real = row_buffers.RowBuffers.segments
+def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
+    real = restore.Restore._on_device
 
-    def segments(self, tensors, *, start_token_index, token_count):
-        late = start_token_index > self.rows.origin_token_index
-        return real(self, tensors, start_token_index=start_token_index - late, token_count=token_count)
+    def on_device(self, loaded, runner):
+        read = real(self, loaded, runner)
+        kv = [regions[blocks.RegionKind.KV] for regions in read.values() if blocks.RegionKind.KV in regions]
+        for regions, other in zip(read.values(), kv[1:], strict=False):
+            regions[blocks.RegionKind.KV] = other
+        return read
 
-    patch.setattr(row_buffers.RowBuffers, "segments", segments)
+    patch.setattr(restore.Restore, "_on_device", on_device)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
@@ -355,7 +357,7 @@ BREAKS: list[Break] = [
     forget_windows,
     measure_windows_one_block_short,
     resume_between_checkpoints,
-    read_one_row_off,
+    take_the_kv_of_another_block,
     restore_one_block_off,
     forget_the_tenant,
     forget_the_adapter,

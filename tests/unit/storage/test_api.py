@@ -19,7 +19,6 @@ from icehouse_server.storage.api import (
     Failure,
     Inventory,
     Loaded,
-    NewRows,
     Outcome,
     Persisted,
     Purged,
@@ -32,10 +31,9 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.row_buffers import RowBuffers
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
-from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.fixtures.storage.storage_thread import ManualClock, settings_for
 
@@ -145,7 +143,6 @@ def test_what_was_put_comes_back_and_its_record_says_what_it_is(bench: Bench) ->
     assert (record.pinned, record.hit_count) == (False, 0)
     loaded = bench.ask(bench.tier.get_into(*plan(chain)))
     assert isinstance(loaded, Loaded) and loaded.failure is None
-    assert loaded.end_token_index == 3 * BLOCK_TOKEN_LIMIT
     assert loaded.read_bytes == sum(block.size_bytes for block in chain)
     assert_holds(loaded, chain)
 
@@ -226,13 +223,14 @@ class Pages:
 
 
 def test_kv_is_read_into_memory_of_any_shape(bench: Bench) -> None:
-    """As it will be into pages: the caller says for each block where its bytes go, in the file's order."""
+    """As it is into pages: the caller says for each block where its bytes go, in the file's order."""
     chain = make_chain(3)
     bench.put(*chain)
     pages = Pages(page_tokens=4, token_count=3 * BLOCK_TOKEN_LIMIT)
     blocks, _ = plan(chain, regions=KV)
     loaded = bench.ask(bench.tier.get_into(blocks, pages))
-    assert isinstance(loaded, Loaded) and loaded.tensors == () and len(loaded.blocks) == 3
+    assert isinstance(loaded, Loaded) and len(loaded.blocks) == 3
+    assert not any(block.regions for block in loaded.blocks), "it is there, and nowhere else"
     for index in range(3):
         sources = [block.regions[0].tensors[index] for block in chain]
         rows = [np.frombuffer(t.data, np.uint8).reshape((*t.shape[:-1], -1)) for t in sources]
@@ -243,29 +241,17 @@ def test_memory_of_another_layout_is_refused_and_the_first_blocks_are_there(benc
     first = make_block(seed=1)
     second = make_block(seed=2, parent=first.header.hash, start=BLOCK_TOKEN_LIMIT, head_count=4)
     bench.put(first, second)
-    loaded = bench.ask(bench.tier.get_into(*plan([first, second])))
+    blocks, _ = plan([first, second], regions=KV)
+
+    class OfTwoHeads(BlockBuffers):
+        def segments(self, tensors: Sequence[TensorShape], **where: int) -> list[memoryview]:
+            if tensors[0].shape[1] != 2:
+                raise UnfitLayout("more heads than two")
+            return super().segments(tensors, **where)
+
+    loaded = bench.ask(bench.tier.get_into(blocks, OfTwoHeads(blocks)))
     assert isinstance(loaded, Loaded) and loaded.failure is not None
-    assert loaded.failure.cause is Damage.LAYOUT and loaded.end_token_index == BLOCK_TOKEN_LIMIT
-
-
-def test_buffers_of_the_caller_are_filled_and_not_given_back(bench: Bench) -> None:
-    chain = make_chain(2)
-    bench.put(*chain)
-    blocks, rows = plan(chain)
-    tensors = chain[0].regions[0].tensors
-    shapes = [_Shape(t.name, t.dtype, t.shape, t.data.nbytes) for t in tensors]
-    place = RowBuffers.like(shapes, rows)
-    loaded = bench.ask(bench.tier.get_into(blocks, place))
-    assert isinstance(loaded, Loaded) and loaded.tensors == ()
-    assert_holds(dataclasses.replace(loaded, tensors=place.tensors), chain)
-
-
-@dataclasses.dataclass
-class _Shape:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
+    assert loaded.failure.cause is Damage.LAYOUT and len(loaded.blocks) == 1
 
 
 def test_what_is_not_there_or_damaged_fails_and_is_gone(bench: Bench) -> None:
@@ -361,12 +347,3 @@ def test_the_counters_say_what_is_there(bench: Bench) -> None:
     bench.put(*make_chain(2))
     stats = bench.ask(bench.tier.stats())
     assert isinstance(stats, CacheStats) and stats.ssd is not None and stats.ssd.block_count == 2
-
-
-def test_rows_begin_where_they_are_said_to(bench: Bench) -> None:
-    chain = make_chain(3)
-    bench.put(*chain)
-    blocks, _ = plan(chain[1:], last_token_count=5)
-    loaded = bench.ask(bench.tier.get_into(blocks, NewRows(8, 40)))
-    assert isinstance(loaded, Loaded) and loaded.end_token_index == 37
-    assert_holds(loaded, chain[1:], origin=8, capacity=40)

@@ -96,6 +96,9 @@ class GatherAttention:
             found.append(mx.concatenate([own, last], axis=2) if lacking else own)
         return found[0], found[1]
 
+    def settle(self, pool: Pool) -> bool:
+        return False
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self.fill_pages(pool, self.read_pages(pool, sources), targets)
 

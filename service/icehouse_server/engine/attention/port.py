@@ -131,6 +131,11 @@ class PagedAttention(Protocol):
         """
         ...
 
+    def settle(self, pool: Pool) -> bool:
+        """Have done all writes that the host is to do. Return whether the pool's array stays where it is in
+        memory when it is written to, so that other threads may write into pages that nobody else has."""
+        ...
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         """Copy whole pages to other ones; no page is in both."""
         ...

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
 import numpy as np
 
-from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import CacheReport, FinishReason, Started, Usage
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.domain.request import (
@@ -41,14 +40,6 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class UnkeptBlock:
-    """A block used whole from SSD, and its regions that are on the device already."""
-
-    hash: BlockHash
-    regions: Mapping[RegionKind, Region]
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable, owned by the inference thread. Times are `Clock.monotonic` readings."""
@@ -74,7 +65,7 @@ class Sequence:
     processed_token_count: int = 0
     """Input tokens whose KV exists and may be kept, reused ones included."""
     loading_room_token_count: int = 0
-    """Tokens for which the arrays have room that its blocks on SSD are read into; 0 but for that time."""
+    """Tokens for which there are pages that its blocks on SSD are read into; 0 but for that time."""
     encoded_token_count: int = 0
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
@@ -97,8 +88,6 @@ class Sequence:
     """Hashes of the full blocks behind it, reused or computed."""
     shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
-    unkept: list[UnkeptBlock] = dataclasses.field(default_factory=list)
-    """Blocks that came from SSD and are not in RAM yet."""
     pooled: Vector | None = None
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
@@ -237,7 +226,6 @@ class Sequence:
         self.capture_points.clear()
         self.chain.clear()
         self.shared_chain.clear()
-        self.unkept.clear()
         self.pooled = None
         self.unread_chunk_count = self.measured_token_count = 0
         self.fed_ahead_count = 0

@@ -7,26 +7,22 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol, cast
 
-import mlx.core as mx
-
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.host_copy import HostCopy
-from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region, put_in
-from icehouse_server.engine.kv.paged_restore import PageCutting, PagedRestoring
+from icehouse_server.engine.kv.page_region import PageRegion, copied_out, page_region
+from icehouse_server.engine.kv.paged_restore import PagedRestoring, PagePlace
 from icehouse_server.engine.kv.paging import Paging, table_of
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import Cache
-from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported, KvCutting
-from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
+from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host
-from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource, Restoring
+from icehouse_server.engine.kv_cache.restore import Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
-from icehouse_server.engine.prefix_cache.tiers.ports import KvCutting as KvCuttingPort
-from icehouse_server.engine.prefix_cache.tiers.ports import KvTarget as KvTargetPort
+from icehouse_server.storage.api import KvPlace, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -77,10 +73,8 @@ class RunnerBlocks:
         self._thread = thread
         self._passes = passes
         self._layout: CacheLayout | None = None
-        self._kv_shapes: tuple[KvShape, ...] = ()
         self._paging: Paging | None = None
         """Set where kv lies in pages."""
-        self._lent_places: frozenset[int] = frozenset()
         self._restoring: dict[SequenceId, Restoring | PagedRestoring] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
@@ -97,35 +91,14 @@ class RunnerBlocks:
             return
         self.facts = _facts_of(self._layout)
 
-    @property
-    def kv_shapes(self) -> tuple[KvShape, ...]:
-        """The tensors of the kv region, after `measure`."""
-        return self._kv_shapes
-
     def page(self, paging: Paging) -> None:
         """Cut and restore kv by pages from now on. After `measure`."""
         self._paging = paging
-        self.facts = dataclasses.replace(
-            self.facts,
-            least_lent_token_count=1,
-            shares_captures=self._group is not None,
-        )
+        self.facts = dataclasses.replace(self.facts, shares_blocks=self._group is not None)
 
     @property
     def _group(self) -> PageGroup | None:
         return None if self._paging is None else self._paging.unlimited
-
-    @property
-    def kv_dtypes(self) -> frozenset[mx.Dtype]:
-        """Of what is kept of each token, after `measure`."""
-        return frozenset(shape.dtype for shape in self._kv_shapes)
-
-    def lend(self, places: Collection[int], *, least_token_count: int) -> None:
-        """Let restored sequences of so many tokens and more read, in the caches at these places, what blocks
-        in RAM hold where it is. After `measure`; only where attention takes `Segments`."""
-        assert self._kv_shapes and least_token_count >= 1
-        self._lent_places = frozenset(places)
-        self.facts = dataclasses.replace(self.facts, least_lent_token_count=least_token_count)
 
     def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv a token takes and the bytes a sequence takes whatever its length.
@@ -136,7 +109,6 @@ class RunnerBlocks:
         if layout is None:
             return sum(cache.nbytes for cache in caches) // token_count, 0
         window = layout.cut_window(caches, start=0, stop=token_count).size_bytes // token_count
-        self._kv_shapes = layout.kv_shapes(caches)
         fixed = window * layout.window_token_count + layout.cut_checkpoint(caches).size_bytes
         return layout.kv_bytes_per_token(caches), fixed
 
@@ -162,64 +134,31 @@ class RunnerBlocks:
         run = next(run for run in table_of(caches).runs if run.group.window is None)
         return page_region(run.group, run.pages_of(start, stop), token_count=stop - start)
 
-    def begin_cut(self, *, start: int, stop: int) -> KvCutting | PageCutting:
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> PagePlace | None:
         self._thread.check()
-        assert self._layout is not None
-        if self._group is not None:
-            return PageCutting(start, stop)
-        return KvCutting(self._layout, start=start, stop=stop)
+        group = self._group
+        assert group is not None and self._layout is not None
+        pool = group.pool
+        pages = pool.take_spare(sum(pool.pages_for(block.header.token_count) for block in blocks))
+        return None if pages is None else PagePlace(group, self._layout.kv_names, blocks, pages)
 
-    def continue_cut(
-        self, sequence_id: SequenceId, cutting: KvCuttingPort, *, budget_s: float
-    ) -> Region | None:
+    def end_load(self, place: KvPlace) -> list[PageRegion]:
         self._thread.check()
-        caches = self._sequences.caches(sequence_id)
-        if isinstance(cutting, PageCutting):
-            return self._paged_region(caches, start=cutting.start, stop=cutting.stop)
-        assert isinstance(cutting, KvCutting)
-        if self._is_pipelined:
-            region = cutting.cut_at_once(caches)
-            dispatch([region])
-            return region
-        end_time = self._clock.monotonic() + budget_s
-        while not cutting.is_done:
-            cutting.step(caches)
-            if self._clock.monotonic() >= end_time:
-                break
-        return cutting.region() if cutting.is_done else None
-
-    def begin_target(self, *, capacity_token_count: int) -> KvTarget:
-        self._thread.check()
-        assert self._kv_shapes, "kv is wanted of a model that was seen to have none"
-        return KvTarget(self._kv_shapes, capacity_token_count=capacity_token_count)
-
-    def continue_target(self, target: KvTargetPort, *, budget_s: float) -> bool:
-        self._thread.check()
-        assert isinstance(target, KvTarget)
-        end_time = self._clock.monotonic() + budget_s
-        while not target.is_made:
-            target.step()
-            if not self._is_pipelined and self._clock.monotonic() >= end_time:
-                break
-        return target.is_made
+        assert self._group is not None and isinstance(place, PagePlace)
+        return place.regions(self._group)
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
         assert self._layout is not None
+        blocks, count = restore.blocks, restore.token_count
         if self._paging is not None:
+            caches = self._paging.caches(self._sequences.fresh_caches())
             self._restoring[sequence_id] = PagedRestoring(
-                self._layout.parts,
-                self._paging.caches(self._sequences.fresh_caches()),
-                _source_of(restore),
-                token_count=restore.token_count,
+                self._layout.parts, caches, blocks, token_count=count
             )
             return
         self._restoring[sequence_id] = self._layout.begin_restore(
-            _source_of(restore),
-            token_count=restore.token_count,
-            capacity_token_count=restore.capacity_token_count,
-            make_caches=self._sequences.fresh_caches,
-            lent_places=self._lent_places if self.facts.lends(restore.token_count) else (),
+            blocks, token_count=count, make_caches=self._sequences.fresh_caches
         )
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
@@ -254,15 +193,13 @@ class RunnerBlocks:
     def _as_arrays(self, region: Region) -> ArrayRegion:
         if not isinstance(region, PageRegion):
             return cast("ArrayRegion", region)
-        assert self._group is not None
-        copied = copied_out(self._group, region, [shape.name for shape in self._kv_shapes])
+        assert self._group is not None and self._layout is not None
+        copied = copied_out(self._group, region, self._layout.kv_names)
         self._compute([copied])
         return copied
 
     def from_host(self, region: HostRegion) -> Region:
         self._thread.check()
-        if self._group is not None and region.kind is RegionKind.KV:
-            return put_in(self._group, region)
         built = from_host(region)
         self._compute([built])
         return built
@@ -283,26 +220,3 @@ def _facts_of(layout: CacheLayout) -> CacheFacts:
         window_token_count=layout.window_token_count,
         shortest_window_token_count=min(windows, default=0),
     )
-
-
-def _source_of(restore: RestoreInput) -> RestoreSource:
-    blocks = tuple(
-        RestoreBlock(
-            start_token_index=block.start_token_index,
-            token_count=block.token_count,
-            kv=block.regions.get(RegionKind.KV),
-            window=cast("ArrayRegion | None", block.regions.get(RegionKind.WINDOW)),
-            checkpoint=cast("ArrayRegion | None", block.regions.get(RegionKind.CHECKPOINT)),
-        )
-        for block in restore.blocks
-    )
-    if restore.loaded is None or restore.target is None:
-        return RestoreSource(blocks)
-    target = cast("KvTarget", restore.target)
-    loaded = LoadedKv(
-        target,
-        restore.origin_token_index,
-        restore.loaded.end_token_index,
-        first_token_index=restore.target_origin_token_index,
-    )
-    return RestoreSource(blocks, loaded)

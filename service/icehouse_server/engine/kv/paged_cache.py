@@ -21,7 +21,7 @@ from icehouse_server.engine.kv_cache.cache_classes import (
     RotatingKv,
     Undo,
 )
-from icehouse_server.engine.kv_cache.held import Held, HeldSegments
+from icehouse_server.engine.kv_cache.held import Held
 
 
 class PagedCache:
@@ -112,7 +112,7 @@ class PagedKv(PlainKv):
 
     __slots__ = ()
 
-    def held(self, cache: Cache) -> Held | HeldSegments:
+    def held(self, cache: Cache) -> Held:
         return cast(Held, cache.held())
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:

@@ -1,53 +1,141 @@
-"""Restore of a row whose KV lies in pages: blocks in RAM are put into its table, and what was read from SSD
-is written into pages of its own. Nothing is waited for. Inference thread only."""
+"""Restore of a row whose KV lies in pages: the pages of its blocks are put into its table.
+
+What SSD has of them is read into pages first, where the host can write there; elsewhere into memory of the
+host, and all at once from there. So a block that was read is a block in RAM, and nothing is copied for it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
+
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv.page_region import PageRegion
+from icehouse_server.engine.attention.port import PoolShape
+from icehouse_server.engine.kv.page_region import PageRegion, page_region
 from icehouse_server.engine.kv.paging import table_of
-from icehouse_server.engine.kv.places import places_of_one
 from icehouse_server.engine.kv.pool import Page, numbers_of
-from icehouse_server.engine.kv.table import PageRun
+from icehouse_server.engine.kv.table import PageGroup, PageRun
 from icehouse_server.engine.kv_cache.cache_classes import Part
-from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreSource, Restoring
+from icehouse_server.engine.kv_cache.regions import dtype_name
+from icehouse_server.engine.kv_cache.restore import Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
+from icehouse_server.storage.api import PlannedBlock, TensorShape, UnfitLayout
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PageCutting:
-    """Tokens [start, stop) of one sequence, whose pages a block is to have."""
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Bytes of pages. These belong to it as long as anybody has a view: the system may return from a read
+    that nobody waits for any more long after the page was to be another row's."""
 
-    start: int
-    stop: int
+    pages: Sequence[Page] = ()
+
+
+class PagePlace:
+    """Implements KvPlace for blocks whose KV is to be in pages. Any thread, but for `regions`.
+
+    Files have a layer's keys and then its values, [1, heads, tokens, size] each; a page has those of all
+    layers. So the rows of one head in one page are read at once, and more where the next ones follow there.
+    """
+
+    def __init__(
+        self, group: PageGroup, names: Sequence[str], blocks: Sequence[PlannedBlock], pages: Sequence[Page]
+    ) -> None:
+        """`pages` are as many as these blocks take, and nobody else's."""
+        pool = group.pool
+        own = pool.memory() if group.attention.settle(pool) else None
+        self._shape: PoolShape = pool.shape
+        self._names = names
+        self._page_count = None if own is None else pool.page_count
+        """Of the pool whose memory this is: one that grew since has another."""
+        self._numbers = np.arange(len(pages), dtype=np.int32) if own is None else numbers_of(pages)
+        """Where each page lies in the memory, counted in pages."""
+        if own is None:
+            own = np.empty(len(pages) * pool.shape.page_bytes, np.uint8)
+        self._memory = own.view(_Memory)
+        self._memory.pages = pages
+        self._spans: dict[int, slice] = {}
+        """Which of the pages a block has, by its first token."""
+        self._token_counts = [block.header.token_count for block in blocks]
+        first = 0
+        for block in blocks:
+            last = first + pool.pages_for(block.header.token_count)
+            self._spans[block.header.start_token_index] = slice(first, last)
+            first = last
+        assert first == len(pages), (first, len(pages))
+
+    def segments(
+        self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
+    ) -> list[memoryview]:
+        self._check(tensors, token_count)
+        shape = self._shape
+        row_bytes = shape.head_size * shape.dtype.size
+        head_bytes = shape.page_token_count * row_bytes
+        pages = self._numbers[self._spans[start_token_index]].astype(np.int64)
+        heads = np.arange(shape.layer_count * 2 * shape.kv_head_count)
+        begins = (heads[:, None] * head_bytes + pages * shape.page_bytes).ravel()
+        ends = begins + head_bytes
+        in_last = token_count - (len(pages) - 1) * shape.page_token_count
+        ends[len(pages) - 1 :: len(pages)] = begins[len(pages) - 1 :: len(pages)] + in_last * row_bytes
+        is_apart = begins[1:] != ends[:-1]
+        whole = self._memory.data
+        return [
+            whole[begin:end]
+            for begin, end in zip(
+                begins[np.append(True, is_apart)].tolist(),
+                ends[np.append(is_apart, True)].tolist(),
+                strict=True,
+            )
+        ]
+
+    def regions(self, group: PageGroup) -> list[PageRegion]:
+        """Return the blocks, all of which are right by now. What was read to other memory is copied: the pool
+        may have grown meanwhile."""
+        pages = self._memory.pages
+        if self._page_count != group.pool.page_count:
+            group.attention.fill_pages(group.pool, self._content(), numbers_of(pages))
+            mx.async_eval(group.pool.order)  # type: ignore[no-untyped-call]
+        return [
+            page_region(group, pages[span], token_count=count)
+            for span, count in zip(self._spans.values(), self._token_counts, strict=True)
+        ]
+
+    def _content(self) -> mx.array:
+        """Return copies of the pages, [pages, layers, 2, KV heads, page tokens, head size]."""
+        shape = self._shape
+        by_page = np.asarray(self._memory).reshape(-1, shape.page_bytes)
+        content = by_page if self._page_count is None else by_page[self._numbers]
+        return (
+            mx.array(content)
+            .view(shape.dtype)
+            .reshape(-1, shape.layer_count, 2, shape.kv_head_count, shape.page_token_count, shape.head_size)
+        )
+
+    def _check(self, tensors: Sequence[TensorShape], token_count: int) -> None:
+        shape = self._shape
+        like = (dtype_name(shape.dtype), (1, shape.kv_head_count, token_count, shape.head_size))
+        names = [tensor.name for tensor in tensors]
+        if names != list(self._names) or any((each.dtype, each.shape) != like for each in tensors):
+            told = sorted({f"{each.dtype}{list(each.shape)}" for each in tensors})
+            fit = f"{len(self._names)} of {like[0]}{list(like[1])}"
+            raise UnfitLayout(f"{len(tensors)} kv tensors of {told}, where pages hold {fit}")
 
 
 class PagedRestoring:
     """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        caches: list[Any],
-        source: RestoreSource,
-        *,
-        token_count: int,
+        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[PlacedBlock], *, token_count: int
     ) -> None:
-        """`caches`: a new row's. Raises StorageError when the blocks do not cover the tokens."""
-        self._source = source
+        """`caches`: a new row's."""
+        self._blocks = blocks
         self.token_count = token_count
         others = [part for part in parts if part.kind is not RegionKind.KV]
-        self._others = Restoring(
-            others, caches, source, token_count=token_count, capacity_token_count=token_count
-        )
+        self._others = Restoring(others, caches, blocks, token_count=token_count)
         self._run = next((run for run in table_of(caches).runs if run.group.window is None), None)
         """The pages of the layers of unlimited context."""
-        self._covered_count = 0
-        """Tokens from 0 on that the table's pages hold."""
 
     @property
     def caches(self) -> list[Any]:
@@ -55,34 +143,30 @@ class PagedRestoring:
 
     def step(self) -> bool:
         """Rebuild the next part; tell whether more are left. Raises StorageError."""
-        if self._run is not None and not self._run.pages:
-            self._put_pages(self._run)
+        self._put_pages()
         return self._others.step()
 
     def dispatch(self, *, limit_bytes: int) -> bool:
         """Do so for about so many bytes of what is not in pages, and wait for nothing."""
-        if self._run is not None and not self._run.pages:
-            self._put_pages(self._run)
+        self._put_pages()
         return self._others.dispatch(limit_bytes=limit_bytes)
 
-    def _put_pages(self, run: PageRun) -> None:
-        loaded = self._source.loaded_kv
-        for block in self._source.blocks:
-            if block.kv is not None and self._covered_count < self.token_count:
-                self._check_next(block.start_token_index)
-                region = cast("PageRegion", block.kv)
-                run.add(region.pages)
-                self._covered_count += region.token_count
-        if loaded is not None and self._covered_count < self.token_count:
-            self._check_next(loaded.start_token_index)
-            self._write(run, loaded)
-        if self._covered_count < self.token_count:
-            raise _unusable(f"kv ends at token {self._covered_count} of {self.token_count}")
+    def _put_pages(self) -> None:
+        run = self._run
+        if run is None or run.pages:
+            return
+        covered = 0
+        for block in self._blocks:
+            if covered >= self.token_count:
+                break
+            region = cast("PageRegion | None", block.regions.get(RegionKind.KV))
+            if region is None or block.start_token_index != covered:
+                raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
+            run.add(region.pages)
+            covered += region.token_count
+        if covered < self.token_count:
+            raise _unusable(f"kv ends at token {covered} of {self.token_count}")
         self._own_last_page(run)
-
-    def _check_next(self, start: int) -> None:
-        if start != self._covered_count:
-            raise _unusable(f"kv starts at token {start} where {self._covered_count} is next")
 
     def _own_last_page(self, run: PageRun) -> None:
         """Have the page to itself that the row will write to: others see it as it is."""
@@ -94,22 +178,6 @@ class PagedRestoring:
         if self.token_count % pool.shape.page_token_count:
             last = _copy(run, last)
         run.add([last])
-
-    def _write(self, run: PageRun, loaded: LoadedKv) -> None:
-        """Write what was read from SSD into pages of the row's own."""
-        start = loaded.start_token_index
-        stop = min(loaded.end_token_index, self.token_count)
-        run.make_room(stop)
-        places = places_of_one(run, start=start, stop=stop)
-        first, last = start - loaded.first_token_index, stop - loaded.first_token_index
-        for place, layer in run.group.layers.items():
-            keys, values = (
-                loaded.target.take(f"{place:03d}.{suffix}", token_count=last)[:, :, first:last].swapaxes(0, 2)
-                for suffix in ("k", "v")
-            )
-            run.group.attention.write(run.group.pool, keys, values, places, layer=layer)
-
-        self._covered_count = stop
 
 
 def _copy(run: PageRun, page: Page) -> Page:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 import mlx.core as mx
 import numpy as np
@@ -27,8 +27,7 @@ from mlx_lm.models.cache import (
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import opaque_state
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
-from icehouse_server.engine.kv_cache.held import Held, HeldSegments, keys_and_values, none_held
+from icehouse_server.engine.kv_cache.held import Held, keys_and_values, none_held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS
 from icehouse_server.errors import ModelError, Reason
@@ -83,7 +82,7 @@ class CacheClass:
         """What must be equal for a restore, beside class and window."""
         return ()
 
-    def held(self, cache: Cache) -> Held | HeldSegments:
+    def held(self, cache: Cache) -> Held:
         """Describe where the tokens of one sequence's cache lie; of kv and window."""
         raise AssertionError(f"{self.name} holds no tokens that can be cut")
 
@@ -140,7 +139,7 @@ class PlainKv(CacheClass):
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type()
 
-    def held(self, cache: Cache) -> Held | HeldSegments:
+    def held(self, cache: Cache) -> Held:
         if cache.keys is None:
             return none_held()
         return Held(keys_and_values(cache), 0, cache.offset, cache.offset)
@@ -162,21 +161,6 @@ class PlainKv(CacheClass):
     def mark(self, cache: Cache) -> Undo:
         offset = cache.offset
         return lambda: self.rewind(cache, cache.offset - offset)
-
-
-class BorrowingKv(PlainKv):
-    """BorrowingCache, which is this server's: its first tokens lie where the prefix cache keeps them."""
-
-    __slots__ = ()
-
-    def held(self, cache: Cache) -> Held | HeldSegments:
-        return cast(HeldSegments, cache.held())
-
-    def make_room(self, cache: Cache, token_count: int) -> None:
-        cache.make_room(token_count)
-
-    def room_token_count(self, cache: Cache) -> int | None:
-        return int(cache.room_token_count)
 
 
 class QuantizedKv(PlainKv):
@@ -362,7 +346,6 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
     entry.cache_type: entry
     for entry in (
         PlainKv(KVCache),
-        BorrowingKv(BorrowingCache),
         QuantizedKv(QuantizedKVCache),
         ChunkedKv(ChunkedKVCache),
         RotatingKv(RotatingKVCache),

@@ -46,37 +46,6 @@ class Held:
         return mx.concatenate([array[:, :, low:, :], array[:, :, : high - slots, :]], axis=TOKEN_AXIS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldSegments:
-    """Tokens that lie in several places, the first of them from token 0 on."""
-
-    segments: tuple[Held, ...]
-
-    @property
-    def tensors(self) -> tuple[tuple[str, mx.array], ...]:
-        """Of the first place; the others have the same but for their length."""
-        return self.segments[0].tensors
-
-    @property
-    def end(self) -> int:
-        return self.segments[-1].end
-
-    def cut(self, start: int, stop: int) -> tuple[tuple[str, mx.array], ...]:
-        """Return tokens [start, stop), [1, heads, stop - start, width], lazy and not copied yet."""
-        assert 0 <= start < stop <= self.end, (start, stop, self.end)
-        pieces = [
-            segment.cut(max(start, segment.end - segment.count), min(stop, segment.end))
-            for segment in self.segments
-            if segment.end - segment.count < stop and segment.end > start
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return tuple(
-            (same[0][0], mx.concatenate([array for _, array in same], axis=TOKEN_AXIS))
-            for same in zip(*pieces, strict=True)
-        )
-
-
 def none_held() -> Held:
     """Return what a cache holds that was never fed."""
     return Held((), 0, 0, 0)

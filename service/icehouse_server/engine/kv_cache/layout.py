@@ -6,28 +6,21 @@ state that is only known where the sequence stands (checkpoint); `cache_classes`
 of the three is refused with `CacheUnsupported`.
 
 Inference thread only. Regions are lazy until `evaluate`; cutting never changes a cache.
-
-Cutting a block's kv out of live caches a layer at a time, so that a decode step is not held up for all.
-
-K/V of unlimited context is only ever appended to, so a block that is complete can be cut over many
-steps, from whichever batch its sequence is in by then. Inference thread only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import mlx.core as mx
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import CacheClass, Part, class_of, leaf, parts_of
-from icehouse_server.engine.kv_cache.held import Held, HeldSegments
-from icehouse_server.engine.kv_cache.load_target import KvShape, uninitialised
+from icehouse_server.engine.kv_cache.held import Held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, Place, evaluate, places_of
-from icehouse_server.engine.kv_cache.restore import RestoreSource, Restoring
+from icehouse_server.engine.kv_cache.regions import ArrayRegion
+from icehouse_server.engine.kv_cache.restore import Restoring
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 
 __all__ = ["CacheLayout", "CacheUnsupported", "Part"]
 
@@ -87,12 +80,14 @@ class CacheLayout:
         assert len(ends) <= 1, f"Layers disagree about the sequence's length: {sorted(ends)}"
         return ends.pop() if ends else None
 
-    def kv_shapes(self, caches: Sequence[Any]) -> tuple[KvShape, ...]:
-        """Return the tensors of the kv region, names ascending, as caches that hold a token have them."""
+    @property
+    def kv_names(self) -> tuple[str, ...]:
+        """Names of the tensors of the kv region, ascending."""
         return tuple(
-            KvShape(f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[-1])
-            for part, store in self._held(caches, RegionKind.KV)
-            for suffix, array in store.tensors
+            f"{part.name}.{suffix}"
+            for part in self.parts
+            if part.kind is RegionKind.KV
+            for suffix in part.cache_class.suffixes
         )
 
     def kv_bytes_per_token(self, caches: Sequence[Any]) -> int:
@@ -139,50 +134,34 @@ class CacheLayout:
 
     def begin_restore(
         self,
-        source: RestoreSource,
+        blocks: Sequence[PlacedBlock],
         *,
         token_count: int,
-        capacity_token_count: int,
         make_caches: Callable[[], Sequence[Any]],
-        lent_places: Collection[int] = (),
     ) -> Restoring:
-        """Prepare caches that have seen `token_count` tokens, with room for `capacity_token_count`.
+        """Prepare caches that have seen `token_count` tokens.
 
         `Restoring.step` rebuilds one part per call, so that decoding sequences need not wait.
-        `lent_places`: which of the caches, plain ones, read the blocks' arrays where they are.
-        Raises StorageError when the source does not cover the tokens or does not fit this model.
+        Raises StorageError when the blocks do not cover the tokens or do not fit this model.
         """
         caches = list(make_caches())
         assert tuple(parts_of(caches)) == self.parts, "Caches of another model than the layout's"
-        return Restoring(
-            self.parts,
-            caches,
-            source,
-            token_count=token_count,
-            capacity_token_count=capacity_token_count,
-            lent_places=lent_places,
-        )
+        return Restoring(self.parts, caches, blocks, token_count=token_count)
 
     def restore(
         self,
-        source: RestoreSource,
+        blocks: Sequence[PlacedBlock],
         *,
         token_count: int,
-        capacity_token_count: int,
         make_caches: Callable[[], Sequence[Any]],
     ) -> list[Any]:
         """Do all of `begin_restore` at once and return evaluated caches."""
-        restoring = self.begin_restore(
-            source,
-            token_count=token_count,
-            capacity_token_count=capacity_token_count,
-            make_caches=make_caches,
-        )
+        restoring = self.begin_restore(blocks, token_count=token_count, make_caches=make_caches)
         while restoring.step():
             pass
         return restoring.caches
 
-    def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held | HeldSegments]]:
+    def _held(self, caches: Sequence[Any], *kinds: RegionKind) -> Iterator[tuple[Part, Held]]:
         for part in self.parts:
             if part.kind in kinds:
                 yield part, _held_of(caches, part)
@@ -200,65 +179,6 @@ def _is_like(entry: CacheClass, other: CacheClass) -> bool:
     return entry == other or (entry.is_plain and other.is_plain)
 
 
-def _held_of(caches: Sequence[Any], part: Part) -> Held | HeldSegments:
+def _held_of(caches: Sequence[Any], part: Part) -> Held:
     cache = _found(caches, part)
     return class_of(cache).held(cache)
-
-
-class KvCutting:
-    """Tokens [start, stop) of one sequence on their way into a region."""
-
-    def __init__(self, layout: CacheLayout, *, start: int, stop: int) -> None:
-        self._layout = layout
-        self._parts = [part for part in layout.parts if part.kind is RegionKind.KV]
-        self._start = start
-        self._stop = stop
-        self._places: tuple[Place, ...] = ()
-        self._buffers: list[mx.array] = []
-        self._done_count = 0
-        self._placed_count = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._done_count == len(self._parts)
-
-    def step(self, caches: Sequence[Any]) -> None:
-        """Copy the next layer's tokens, evaluated."""
-        if not self._buffers:
-            self._make_buffers(caches)
-        part = self._parts[self._done_count]
-        arrays = _held_of(caches, part).cut(self._start, self._stop)
-        places = self._places[self._placed_count : self._placed_count + len(arrays)]
-        for place, (_, array) in zip(places, arrays, strict=True):
-            # Nobody else holds the buffer, so this writes rows and does not copy the others.
-            self._buffers[place.buffer][place.first : place.stop] = array
-        mx.eval([self._buffers[number] for number in {place.buffer for place in places}])
-        self._placed_count += len(arrays)
-        self._done_count += 1
-
-    def cut_at_once(self, caches: Sequence[Any]) -> ArrayRegion:
-        """Return the whole region, lazy; for who has taken no step."""
-        assert not self._buffers, "Some layers are cut already"
-        return self._layout.cut_kv(caches, start=self._start, stop=self._stop)
-
-    def region(self) -> ArrayRegion:
-        """Return the whole region; only when done."""
-        assert self.is_done, f"{self._done_count} of {len(self._parts)} layers are cut"
-        region = ArrayRegion(RegionKind.KV, tuple(self._buffers), self._places)
-        evaluate([region])
-        return region
-
-    def _make_buffers(self, caches: Sequence[Any]) -> None:
-        count = self._stop - self._start
-        facts = [
-            (shape.name, shape.dtype, (1, shape.head_count, count, shape.width))
-            for shape in self._layout.kv_shapes(caches)
-        ]
-        self._places = places_of(facts)
-        # The last place in a buffer is where it ends.
-        ends = {place.buffer: (place.stop, fact) for place, fact in zip(self._places, facts, strict=True)}
-        self._buffers = [
-            uninitialised((stop, *shape[1:]), dtype=dtype)
-            for _, (stop, (_, dtype, shape)) in sorted(ends.items())
-        ]
-        mx.eval(self._buffers)

@@ -1,25 +1,21 @@
 """Restore: caches put back together from regions, a part a step, in the class the model made.
 
-The result continues as an uninterrupted cache would, bit for bit: K/V layers get one array with
-room for what comes, windows get their last tokens in temporal order (which is what a prefill
-leaves behind), states come back as they were. Inference thread only.
-
-What a restore is made from: blocks on the device, and K/V that was read from SSD to where it stays.
+The result continues as an uninterrupted cache would, bit for bit: K/V layers get one array, windows
+get their last tokens in temporal order (which is what a prefill leaves behind), states come back as
+they were. Inference thread only.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from icehouse_server.domain.blocks import Region, RegionKind
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Part, class_of, leaf, put
-from icehouse_server.engine.kv_cache.load_target import KvTarget
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 
@@ -27,30 +23,17 @@ class Restoring:
     """A restore under way. `caches` is complete once `step`, or `dispatch`, has returned False."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        caches: list[Any],
-        source: RestoreSource,
-        *,
-        token_count: int,
-        capacity_token_count: int,
-        lent_places: Collection[int] = (),
+        self, parts: Sequence[Part], caches: list[Any], blocks: Sequence[PlacedBlock], *, token_count: int
     ) -> None:
         assert token_count >= 1, token_count
         self._parts = parts
         self._caches = caches
-        self._source = source
+        self._blocks = blocks
         self.token_count = token_count
         """Tokens that the caches will hold."""
-        self._lent_places = frozenset(lent_places)
-        self._capacity = max(token_count, capacity_token_count)
         self._done_count = 0
-        self._kv_blocks = [
-            (block, dict(block.kv.arrays)) for block in source.blocks if isinstance(block.kv, ArrayRegion)
-        ]
-        self._window_blocks = [
-            (block, dict(block.window.arrays)) for block in source.blocks if block.window is not None
-        ]
+        self._kv_blocks = _blocks_with(blocks, RegionKind.KV)
+        self._window_blocks = _blocks_with(blocks, RegionKind.WINDOW)
         if any(part.kind is RegionKind.KV for part in parts):
             self._check_kv_cover()
 
@@ -89,32 +72,13 @@ class Restoring:
         part = self._parts[self._done_count]
         empty = leaf(self._caches, part.path)
         try:
-            if part.path[0] in self._lent_places:
-                rebuilt, arrays = self._lent(part, empty)
-            else:
-                found = self._arrays_of(part)
-                rebuilt = class_of(empty).rebuild(empty, found, token_count=self.token_count)
-                arrays = list(found.values())
+            found = self._arrays_of(part)
+            rebuilt = class_of(empty).rebuild(empty, found, token_count=self.token_count)
         except (KeyError, IndexError, ValueError) as error:
             raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.name}): {error}") from error
         put(self._caches, part.path, rebuilt)
         self._done_count += 1
-        return arrays
-
-    def _lent(self, part: Part, empty: Any) -> tuple[BorrowingCache, list[mx.array]]:
-        """Return a cache that reads the blocks where they are, and goes on in what was loaded; and what is
-        to be computed for it."""
-        assert part.cache_class.is_plain, part
-        names = [f"{part.name}.{suffix}" for suffix in part.cache_class.suffixes]
-        loaded = self._source.loaded_kv
-        end = self.token_count if loaded is None else loaded.start_token_index
-        lent = [self._kv_pieces(name, end=end) for name in names]
-        cache = BorrowingCache(list(zip(*lent, strict=True)), empty)
-        count = self.token_count - cache.offset
-        if count:
-            assert loaded is not None and loaded.first_token_index == cache.offset, (loaded, cache.offset)
-            cache.go_on(*(loaded.target.take(name, token_count=count) for name in names), token_count=count)
-        return cache, [piece for pieces in lent for piece in pieces]
+        return list(found.values())
 
     def _arrays_of(self, part: Part) -> dict[str, mx.array]:
         suffixes = part.cache_class.suffixes
@@ -123,62 +87,37 @@ class Restoring:
         if part.kind is RegionKind.WINDOW:
             kept = min(self.token_count, part.window_token_count)
             return {suffix: self._join_window(f"{part.name}.{suffix}", kept) for suffix in suffixes}
-        block = next((b for b in self._source.blocks if b.end_token_index == self.token_count), None)
-        if block is None or block.checkpoint is None:
+        ends = [block for block in self._blocks if block.end_token_index == self.token_count]
+        found = _blocks_with(ends, RegionKind.CHECKPOINT)
+        if not found:
             raise _unusable(f"there is no checkpoint at token {self.token_count}")
         prefix = f"{part.name}."
         # New array objects: assigning into a cache must never reach a block's own array.
         return {
             name.removeprefix(prefix): mx.contiguous(array)
-            for name, array in block.checkpoint.arrays
+            for name, array in found[0][1].items()
             if name.startswith(prefix)
         }
 
     def _check_kv_cover(self) -> None:
-        """Raise StorageError unless blocks from token 0, then what was loaded, reach the end."""
+        """Raise StorageError unless blocks from token 0 on reach the end."""
         covered = 0
         for block, _ in self._kv_blocks:
             if block.start_token_index != covered:
                 raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
             covered = block.end_token_index
-        loaded = self._source.loaded_kv
-        if covered < self.token_count and loaded is not None and loaded.start_token_index <= covered:
-            covered = loaded.end_token_index
         if covered < self.token_count:
             raise _unusable(f"kv ends at token {covered} of {self.token_count}")
 
     def _join_kv(self, name: str) -> mx.array:
-        """Return [1, heads, capacity, width] with the tokens in front; what was read stays where it is."""
-        pieces = self._kv_pieces(name, end=self.token_count)
-        covered = sum(piece.shape[TOKEN_AXIS] for piece in pieces)
-        if covered < self.token_count:
-            assert self._source.loaded_kv is not None
-            target = self._source.loaded_kv.target.take(name, token_count=self.token_count)
-            if pieces:
-                _check_alike(name, [*pieces, target])
-                # Nobody else holds the array, so this writes rows and does not copy the others.
-                target[:, :, :covered] = _concatenate(name, pieces)
-            return target
-        room = self._capacity - self.token_count
-        if room:
-            batch, heads, _, width = pieces[0].shape
-            pieces.append(mx.zeros((batch, heads, room, width), pieces[0].dtype))
-        return _concatenate(name, pieces)
-
-    def _kv_pieces(self, name: str, *, end: int) -> list[mx.array]:
-        """Return what the blocks have of the tokens before `end`, from 0 on; these are their own arrays."""
+        """Return [1, heads, tokens, width]."""
         pieces: list[mx.array] = []
-        covered = 0
         for block, arrays in self._kv_blocks:
-            array = _of_length(name, arrays[name], block.token_count)
-            wanted = min(block.end_token_index, end) - covered
+            wanted = min(block.end_token_index, self.token_count) - block.start_token_index
             if wanted <= 0:
                 break
-            pieces.append(array if wanted == block.token_count else array[:, :, :wanted])
-            covered += wanted
-        if pieces:
-            _check_alike(name, pieces)
-        return pieces
+            pieces.append(_of_length(name, arrays[name], block.token_count)[:, :, :wanted])
+        return _concatenate(name, pieces)
 
     def _join_window(self, name: str, kept: int) -> mx.array:
         """Return the last `kept` tokens, [1, heads, kept, width], in temporal order."""
@@ -197,6 +136,14 @@ class Restoring:
         if stop != self.token_count - kept:
             raise ValueError(f"{name} lacks tokens [{self.token_count - kept}, {stop}) of its window")
         return _concatenate(name, pieces[::-1])
+
+
+def _blocks_with(
+    blocks: Sequence[PlacedBlock], kind: RegionKind
+) -> list[tuple[PlacedBlock, dict[str, mx.array]]]:
+    """Return the blocks that have such arrays, and these by name. KV may lie in pages: then they are none."""
+    found = ((block, block.regions.get(kind)) for block in blocks)
+    return [(block, dict(region.arrays)) for block, region in found if isinstance(region, ArrayRegion)]
 
 
 def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
@@ -219,45 +166,3 @@ def _of_length(name: str, array: mx.array, token_count: int) -> mx.array:
 
 def _unusable(message: str) -> StorageError:
     return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RestoreBlock:
-    """The regions of one block that are on the device; the others are None.
-
-    `kv` is None when `LoadedKv` covers these tokens; `window` when the block ends before every
-    window begins; `checkpoint` unless the block ends where the restore ends.
-    """
-
-    start_token_index: int
-    token_count: int
-    kv: Region | None = None
-    """Arrays, or pages of the pool."""
-    window: ArrayRegion | None = None
-    checkpoint: ArrayRegion | None = None
-
-    @property
-    def end_token_index(self) -> int:
-        return self.start_token_index + self.token_count
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedKv:
-    """Kv arrays into which tokens [start, end) were read; rows are tokens of the sequence.
-
-    Rows before are filled from the blocks, rows behind are room and may hold anything.
-    """
-
-    target: KvTarget
-    start_token_index: int
-    end_token_index: int
-    first_token_index: int = 0
-    """Token of the arrays' first row; where it is `start_token_index`, what is before is lent."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RestoreSource:
-    """Blocks in ascending order; their kv regions, then `loaded_kv`, cover the tokens from 0."""
-
-    blocks: tuple[RestoreBlock, ...]
-    loaded_kv: LoadedKv | None = None

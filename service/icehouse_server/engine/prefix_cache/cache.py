@@ -39,7 +39,6 @@ from icehouse_server.storage.api import (
     Failure,
     KvPlace,
     Loaded,
-    NewRows,
     Persisted,
     PlannedBlock,
     StoredBlock,
@@ -221,7 +220,7 @@ class PrefixCache:
 
     # A restore: what is read, and whether it was of use.
 
-    def load(self, blocks: ReadSequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
+    def load(self, blocks: ReadSequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
         """Have blocks read from SSD; None when the read queue is full, or the tier is lost by now."""
         ticket = None if self.storage is None else self.storage.get_into(blocks, into)
         self.counters.promote.load_total += ticket is not None
@@ -393,7 +392,7 @@ class PrefixCache:
         # Without an SSD tier a block is worth nothing once one before it is gone.
         spared = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
         self.ram.put(node, regions, spared=spared, request_id=sequence.request.request_id)
-        if self.facts.shares_captures:
+        if self.facts.shares_blocks:
             self.held_by.setdefault(sequence.sequence_id, set()).add(node.hash)
 
     def _is_cut_off(self, sequence: Sequence) -> bool:

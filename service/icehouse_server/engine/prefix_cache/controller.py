@@ -11,15 +11,15 @@ from collections.abc import Collection
 from functools import partial
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage, RegionKind
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
-from icehouse_server.engine.core.sequence import Phase, Sequence, UnkeptBlock
+from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
-from icehouse_server.engine.prefix_cache.restore import BlockCopy, Promotions, Restore
+from icehouse_server.engine.prefix_cache.restore import Restore
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import Evicted, Failure, Inventory, Loaded, Outcome, Ticket, Trouble
@@ -48,7 +48,6 @@ class CacheController:
         self._ready: list[Sequence] = []
         """Sequences that need wait for SSD no longer, since the last time that somebody looked."""
         self._header_fetches = HeaderFetches(cache, ready=self._ready.append)
-        self._promotions = Promotions(cache, runner, budget_s=adopt_budget_s)
         self._in_flight = InFlightPrefixes(
             cache.settings,
             can_share=cache.can_share,
@@ -84,7 +83,6 @@ class CacheController:
             self._restores[sequence.sequence_id] = restore
         else:
             restore.plan_again(plan)
-        restore.begin_target(self._runner)
         if plan.to_load and self.cache.may_write(sequence) and self.cache.may_hold(plan):
             self._in_flight.lead_load(sequence, [block.header.hash for block in plan.to_load])
         return Phase.RESTORING
@@ -142,9 +140,7 @@ class CacheController:
     def _continue(self, restore: Restore, *, budget_s: float) -> Phase:
         sequence, began_time = restore.sequence, self._clock.monotonic()
         if restore.plan.to_load and restore.loaded is None:
-            return self._load(restore, budget_s=budget_s)
-        if restore.copy is not None:
-            return self._bring_to_ram(restore, restore.copy, budget_s=budget_s)
+            return self._load(restore)
         try:
             if not restore.is_begun:
                 restore.is_begun = True
@@ -158,10 +154,8 @@ class CacheController:
             self._in_flight.withdraw(sequence)
             return Phase.WAITING
         self._adopted(restore, spent_s=restore.spent_s + self._clock.monotonic() - began_time)
-        if self._in_flight.has_followers(sequence):
-            restore.copy = BlockCopy()
-            return Phase.RESTORING
-        self._end_restore(restore)
+        del self._restores[sequence.sequence_id]
+        self._in_flight.withdraw(sequence)
         return Phase.PREFILLING
 
     def lead(self, sequence: Sequence) -> None:
@@ -202,7 +196,6 @@ class CacheController:
 
     def _capture(self, sequence: Sequence, reached: int) -> bool:
         """Keep the blocks that are complete, and a tail where one was asked for; return whether any was."""
-        self._promotions.step(sequence)
         is_point = reached in sequence.capture_points
         if is_point:
             sequence.capture_points.remove(reached)
@@ -239,7 +232,6 @@ class CacheController:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
         self.cache.held_by.pop(sequence.sequence_id, None)
         self._in_flight.forget(sequence)
-        self._promotions.forget(sequence)
 
     def yield_ram(
         self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True
@@ -296,7 +288,6 @@ class CacheController:
         and it cannot be told which of them is why."""
         keys = sequence.keys(0, sequence.token_count)
         self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
-        sequence.unkept.clear()
 
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
         """Nothing is reused: account for what was tried, and start the chain anew."""
@@ -309,32 +300,23 @@ class CacheController:
             sequence.note_cache(CacheReport(limit=limit))
         self.cache.start_chain(sequence, 0)
 
-    def _load(self, restore: Restore, *, budget_s: float) -> Phase:
-        if restore.awaits_target and not restore.continue_target(self._runner, budget_s=budget_s):
-            return Phase.RESTORING
-        ticket = self.cache.load(*restore.make_request())
+    def _load(self, restore: Restore) -> Phase:
+        ticket = None
+        if self._has_place(restore):
+            ticket = self.cache.load(restore.plan.to_load, restore.place)
         if ticket is None:
+            restore.leave_place()
             restore.with_ssd = False
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
         self._waits.add(ticket, partial(self._loaded, restore), token_count=restore.plan.token_count)
         return Phase.LOADING
 
-    def _bring_to_ram(self, restore: Restore, copy: BlockCopy, *, budget_s: float) -> Phase:
-        """Copy what was read to RAM, where others wait for it, before its own sequence goes on."""
-        sequence, end_time = restore.sequence, self._clock.monotonic() + budget_s
-        while sequence.unkept:
-            name = self._promotions.copy(sequence, copy, budget_s=budget_s)
-            if name is not None:
-                self._in_flight.complete([name])
-            if self._clock.monotonic() >= end_time:
-                return Phase.RESTORING
-        self._end_restore(restore)
-        return Phase.PREFILLING
-
-    def _end_restore(self, restore: Restore) -> None:
-        del self._restores[restore.sequence.sequence_id]
-        self._in_flight.withdraw(restore.sequence)
+    def _has_place(self, restore: Restore) -> bool:
+        """Whether there is memory to read to, blocks in RAM having made way where they must."""
+        if restore.find_place(self._runner):
+            return True
+        return self.yield_ram(restore.plan.ssd_bytes) > 0 and restore.find_place(self._runner)
 
     def _loaded(self, restore: Restore, outcome: Loaded | Failure) -> None:
         failure = outcome if isinstance(outcome, Failure) else outcome.failure
@@ -350,6 +332,7 @@ class CacheController:
     def _load_failed(self, restore: Restore, failure: Failure, *, is_waiting: bool) -> None:
         """Plan again: without a block that is damaged, or without SSD where it does not answer or memory is
         short. What there is no memory for is still there, and not tried again at once."""
+        restore.leave_place()
         self.cache.counters.promote.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
         if failure.hash is not None and failure.cause is not Damage.MEMORY:
@@ -367,14 +350,19 @@ class CacheController:
         sequence.processed_token_count = plan.token_count
         sequence.loading_room_token_count = 0
         self.cache.start_chain(sequence, plan.token_count)
-        if self.cache.facts.lends(plan.token_count):
-            pairs = zip(plan.placed, plan.nodes, strict=True)
-            lent = (node.hash for block, node in pairs if RegionKind.KV in block.regions)
-            self.cache.held_by.setdefault(sequence.sequence_id, set()).update(lent)
+        if self.cache.facts.shares_blocks:
+            names = {node.hash for node in plan.nodes}
+            self.cache.held_by.setdefault(sequence.sequence_id, set()).update(names)
         if restore.loaded is not None:
-            sequence.unkept = [
-                UnkeptBlock(block.header.hash, restore.read.get(block.header.hash, {}))
-                for block in plan.to_load
-                if block.token_count == block.header.token_count
-            ]
             self.cache.note_promoted(plan)
+            if self.cache.may_write(sequence):
+                self._promote(restore)
+
+    def _promote(self, restore: Restore) -> None:
+        """Have RAM keep what came from SSD, the next request will look there first; whoever waits for it is
+        ready."""
+        nodes = [node for node in restore.plan.nodes if node.hash in restore.read]
+        for node in reversed(nodes):  # so that the head of a chain stays longest
+            if self.cache.tree.get(node.hash) is node:
+                self.cache.promote(restore.sequence, node, restore.read[node.hash])
+        self._in_flight.complete([node.hash for node in nodes])

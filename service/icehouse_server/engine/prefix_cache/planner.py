@@ -10,7 +10,6 @@ import itertools
 import math
 
 from icehouse_server.averages import MovingAverage
-from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.engine.prefix_cache.divergence import find_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Match, Prompt, match
@@ -81,8 +80,6 @@ class Plan:
     report: CacheReport
     placed: tuple[PlacedBlock, ...] = ()
     to_load: tuple[PlannedBlock, ...] = ()
-    origin_token_index: int = 0
-    """Of the first kv token that is loaded."""
     ssd_bytes: int = 0
     """What is read."""
     known_token_count: int = 0
@@ -133,28 +130,20 @@ def _limit_of(tree: PrefixTree, found: Match, limit: int) -> ReuseLimit:
 
 
 def _split(tree: PrefixTree, prompt: Prompt, found: Match, limit: ReuseLimit) -> Plan:
-    """Take the beginning from RAM as far as its kv goes without a gap, the rest from SSD."""
+    """Take from RAM what it has, and the rest from SSD."""
     placed: list[PlacedBlock] = []
     to_load: list[PlannedBlock] = []
-    origin: int | None = None
-    ssd_bytes = 0
-    in_ram = True
+    ssd_bytes = ssd_tokens = 0
     for node in found.nodes:
         kinds = tree.facts.needed_kinds(end_token_index=node.end_token_index, token_count=found.token_count)
-        in_ram = in_ram and (RegionKind.KV not in kinds or RegionKind.KV in node.ram)
-        held = {
-            kind: node.ram[kind] for kind in kinds if kind in node.ram and (in_ram or kind != RegionKind.KV)
-        }
+        held = {kind: node.ram[kind] for kind in kinds if kind in node.ram}
         placed.append(PlacedBlock(node.start_token_index, node.token_count, held))
         missing = frozenset(kinds) - frozenset(held)
         if missing:
-            if RegionKind.KV in missing and origin is None:
-                origin = node.start_token_index
-            wanted = min(node.end_token_index, found.token_count) - node.start_token_index
             keys = node.token_ids or prompt.keys[node.start_token_index : node.end_token_index]
-            to_load.append(PlannedBlock(tree.header_of(node, keys), missing, wanted))
+            to_load.append(PlannedBlock(tree.header_of(node, keys), missing))
             ssd_bytes += sum(node.ssd.get(kind, 0) for kind in missing)
-    ssd_tokens = sum(block.token_count for block in to_load)
+            ssd_tokens += min(node.end_token_index, found.token_count) - node.start_token_index
     if to_load and not tree.facts.has_kv:
         # One checkpoint stands for everything before it.
         ssd_tokens = found.token_count
@@ -164,7 +153,6 @@ def _split(tree: PrefixTree, prompt: Prompt, found: Match, limit: ReuseLimit) ->
         CacheReport(ram_token_count=found.token_count - ssd_tokens, ssd_token_count=ssd_tokens, limit=limit),
         tuple(placed),
         tuple(to_load),
-        origin_token_index=origin or 0,
         ssd_bytes=ssd_bytes,
         known_token_count=found.known_token_count,
     )

@@ -1,4 +1,4 @@
-"""Reader pool: a few threads that turn load requests into verified, assembled buffers.
+"""Reader pool: a few threads that turn load requests into verified bytes, where they are wanted.
 
 A load goes from the engine straight to this pool, never behind a write, and its answer goes
 straight back; the storage thread is only told what was found, to count it and to put damaged
@@ -19,7 +19,7 @@ from typing import Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, Damage, RegionKind
+from icehouse_server.domain.blocks import BlockHeader, Damage
 from icehouse_server.storage.api import (
     AnyTicket,
     Failure,
@@ -27,19 +27,16 @@ from icehouse_server.storage.api import (
     Loaded,
     LoadedBlock,
     Names,
-    NewRows,
     PlannedBlock,
     Ticket,
     UnfitLayout,
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.local.block_format.reader import open_block, read_block, read_header
 from icehouse_server.storage.local.encryption.facts import Cipher
 from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.row_buffers import RowBuffers
 from icehouse_server.storage.settings import StorageSettings
 
 _RATE_WEIGHT = 0.3
@@ -97,12 +94,11 @@ class HeadJob(Reading):
 class LoadJob(Reading):
     """One load on its way. Each result slot is written by the one reader that has that block."""
 
-    def __init__(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows, *, now: float) -> None:
+    def __init__(self, blocks: Sequence[PlannedBlock], into: KvPlace | None, *, now: float) -> None:
         assert blocks, "A load asks for no block"
         super().__init__(Ticket(), now=now)
         self.blocks = blocks
-        self.rows = into if isinstance(into, NewRows) else None
-        self.place = None if isinstance(into, NewRows) else into
+        self.place = into
         """Held here alone, so that it is let go of before the answer."""
         self.is_shared = False
         """Set by the first block's reader before others get a part."""
@@ -156,7 +152,7 @@ class ReaderPool:
         self._progress_time = clock.monotonic()
         """When any reader last came on with anything."""
 
-    def submit(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded]:
+    def submit(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded]:
         """Queue a load; bounding it is the caller's part."""
         job = LoadJob(blocks, into, now=self._clock.monotonic())
         self._readings[job.ticket] = job
@@ -288,7 +284,7 @@ class ReaderPool:
                 checksum = file.header_checksum
                 try:
                     if index == 0:
-                        self._begin(job, file)
+                        self._share_out(job)
                     job.results[index] = read_block(
                         self._files,
                         descriptor,
@@ -318,24 +314,18 @@ class ReaderPool:
         """Return which share of the time readers work now."""
         return 1.0 if self._has_cores.is_set() else self._share_beside_decode
 
-    def _begin(self, job: LoadJob, file: BlockFile) -> None:
-        """Make buffers like the first block if no memory came along, then let all readers at the others."""
-        region = file.region(RegionKind.KV)
-        wants_kv = any(RegionKind.KV in block.regions for block in job.blocks)
-        if job.rows is not None and region is not None and wants_kv:
-            job.place = RowBuffers.like(region.tensors, job.rows)
+    def _share_out(self, job: LoadJob) -> None:
+        """The first block is there: let all readers at the others."""
         job.is_shared = True
         for index in range(1, len(job.blocks)):
             self._work.put((job, index))
 
     def _deliver(self, job: LoadJob) -> None:
-        failures, place, job.place = job.failures, job.place, None
+        failures, job.place = job.failures, None
         if job.is_abandoned:
             # What was found to be damaged is told all the same.
             self._end(job, None, ReadReport(failures=failures))
             return
-        tensors = place.tensors if job.rows is not None and isinstance(place, RowBuffers) else ()
-        del place
         loaded: list[LoadedBlock] = []
         for result in job.results:
             if not isinstance(result, LoadedBlock):
@@ -349,13 +339,10 @@ class ReaderPool:
         if not loaded:
             self._end(job, failures[0], report)
             return
-        last = job.blocks[len(loaded) - 1]
         outcome = Loaded(
             blocks=tuple(loaded),
-            end_token_index=last.header.start_token_index + last.token_count,
             read_bytes=read_bytes,
             read_bytes_per_s=read_bytes_per_s,
-            tensors=tensors,
             failure=failures[0] if failures else None,
         )
         self._end(job, outcome, report)

@@ -27,7 +27,6 @@ from icehouse_server.storage.api import (
     KvPlace,
     Loaded,
     Names,
-    NewRows,
     Outcome,
     Persisted,
     PlannedBlock,
@@ -161,7 +160,7 @@ class LocalTier:
         self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
         return ticket
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | NewRows) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
         if not self._meters.reads.try_take(1):
             return None
         return self._readers.submit(blocks, into)

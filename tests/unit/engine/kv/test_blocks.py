@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from icehouse_server.device import Backend
 from icehouse_server.domain.blocks import HostRegion, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
 from icehouse_server.engine.kv import blocks as kv_blocks
+from icehouse_server.engine.kv import host_copy
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
@@ -95,9 +98,8 @@ def test_a_cut_waits_for_no_pass_in_flight_and_holds_what_a_waited_one_holds(
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-@pytest.mark.parametrize("in_parts", [False, True])
 def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
-    tmp_path: Path, architecture: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full RAM tier spills a block for each that it takes in: once a prompt's chunk in steady state."""
     kinds = KINDS[architecture]
@@ -105,11 +107,6 @@ def test_bytes_of_a_block_are_there_without_work_behind_the_pass_in_flight(
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
     found = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=kinds)
-    if in_parts and RegionKind.KV in kinds:
-        cutting = runner.blocks.begin_cut(start=0, stop=16)
-        while (region := runner.blocks.continue_cut(SequenceId(1), cutting, budget_s=0.0)) is None:
-            pass
-        found[RegionKind.KV] = region
     runner.run([Chunk(SequenceId(1), PROMPT[16:], row=DecodeRow(SamplingParams(), prompt_token_ids=PROMPT))])
     waits, graph, really = Waits(monkeypatch), io.StringIO(), regions.bytes_of
 
@@ -152,6 +149,27 @@ def test_a_copy_to_the_host_is_done_when_a_pass_behind_it_has_ended(
     assert [bytes(t.data) for t in at_once.take()[0].tensors] == [bytes(t.data) for t in host.tensors]
 
 
+@pytest.mark.parametrize("is_unified", [True, False])
+def test_what_is_written_is_memory_of_the_host(
+    tmp_path: Path, is_unified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view of memory that is the device's own would have it moved to the host for good."""
+    if not is_unified:
+        monkeypatch.setattr(host_copy, "find_backend", lambda: Backend.CUDA)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False, attention=Attention.ROWS)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    region = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])[RegionKind.KV]
+    assert isinstance(region, regions.ArrayRegion)
+    copy = runner.blocks.begin_to_host([region])
+    (host,) = copy.take()
+    assert copy.is_apart is not is_unified
+    views = regions.to_host(region)
+    for mine, own in zip(host.tensors, views.tensors, strict=True):
+        assert (mine.name, mine.dtype, mine.shape, mine.data) == (own.name, own.dtype, own.shape, own.data)
+        assert np.shares_memory(np.asarray(mine.data), np.asarray(own.data)) is is_unified
+
+
 def restore_beside_passes(
     folder: Path,
     kinds: list[RegionKind],
@@ -172,7 +190,7 @@ def restore_beside_passes(
     told = [runner.run([Chunk(SequenceId(1), PROMPT[16:], row=row)])]
     before, step_count = waits.count, 1
     block = PlacedBlock(0, 16, {**found, **{region.kind: blocks.from_host(region) for region in read}})
-    restore = RestoreInput((block,), None, 0, None, 0, token_count=16, capacity_token_count=32)
+    restore = RestoreInput((block,), token_count=16)
     blocks.begin_restore(SequenceId(2), restore)
     while not blocks.continue_restore(SequenceId(2), budget_s=0.0):
         step_count += 1
@@ -204,7 +222,7 @@ def test_a_block_of_pages_shares_what_its_row_reads(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
     for attention, is_shared in ((Attention.AUTO, True), (Attention.ROWS, False)):
         runner = runner_of(folder, is_pipelined=True, attention=attention)
-        assert runner.blocks.facts.shares_captures is is_shared
+        assert runner.blocks.facts.shares_blocks is is_shared
 
 
 def test_a_long_restore_takes_a_step_for_so_many_bytes(
@@ -218,29 +236,6 @@ def test_a_long_restore_takes_a_step_for_so_many_bytes(
     assert (parts[0], parts[2]) == (whole[0], 0) and parts[1] > 1
 
 
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_arrays_for_a_load_are_made_at_once_where_a_pass_is_in_flight(
-    tmp_path: Path, is_pipelined: bool
-) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined)
-    target = runner.blocks.begin_target(capacity_token_count=32)
-    assert runner.blocks.continue_target(target, budget_s=0.0) is is_pipelined
-
-
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_a_block_is_cut_in_parts_only_where_each_is_waited_for(
-    tmp_path: Path, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=is_pipelined, attention=Attention.ROWS)
-    runner.open(SequenceId(1))
-    runner.run([Chunk(SequenceId(1), PROMPT)])
-    waits = Waits(monkeypatch)
-    cutting = runner.blocks.begin_cut(start=0, stop=16)
-    region = runner.blocks.continue_cut(SequenceId(1), cutting, budget_s=0.0)
-    assert (region is not None) is is_pipelined
-    assert bool(waits.count) is not is_pipelined
-
-
 def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
     """Its caches and blocks stayed as long as the sequence that was computed instead."""
     runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False, attention=Attention.ROWS)
@@ -250,7 +245,7 @@ def test_nothing_is_kept_of_a_restore_that_failed(tmp_path: Path) -> None:
     (host,) = runner.blocks.begin_to_host([cut[RegionKind.KV]]).take()
     lacking = runner.blocks.from_host(HostRegion(RegionKind.KV, host.tensors[:-1]))
     block = PlacedBlock(0, 16, {RegionKind.KV: lacking})
-    restore = RestoreInput((block,), None, 0, None, 0, token_count=16, capacity_token_count=32)
+    restore = RestoreInput((block,), token_count=16)
     runner.blocks.begin_restore(SequenceId(2), restore)
     with pytest.raises(StorageError, match="cannot rebuild"):
         runner.blocks.continue_restore(SequenceId(2), budget_s=BOUND_S)

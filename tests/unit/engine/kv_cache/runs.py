@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
-from icehouse_server.engine.kv_cache.load_target import KvShape, KvTarget
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import VOCABULARY_SIZE, build
@@ -27,14 +27,6 @@ MakeCaches = Callable[[], list[Any]]
 def model_of(architecture: str, dtype: str = "float32", **overrides: Any) -> Any:
     """Return the tiny model, built once a session; models are never changed."""
     return build(architecture, dtype=dtype, **overrides)
-
-
-def made_target(shapes: Iterable[KvShape], *, capacity_token_count: int) -> KvTarget:
-    """Return a target with all its arrays made."""
-    target = KvTarget(shapes, capacity_token_count=capacity_token_count)
-    while not target.is_made:
-        target.step()
-    return target
 
 
 def prompt(token_count: int, *, seed: int = 0) -> list[int]:
@@ -86,7 +78,7 @@ class Recording:
         if self.layout.needs_checkpoint:
             self.checkpoints[stop] = self.layout.cut_checkpoint(self.caches)
 
-    def blocks(self, *, stop: int, through_host: bool = False) -> tuple[RestoreBlock, ...]:
+    def blocks(self, *, stop: int, through_host: bool = False) -> tuple[PlacedBlock, ...]:
         """Return all blocks up to the first that ends at or after `stop`."""
         cross: Callable[[ArrayRegion], ArrayRegion] = (
             (lambda region: from_host(to_host(region))) if through_host else (lambda region: region)
@@ -97,9 +89,9 @@ class Recording:
                 break
             checkpoint = self.checkpoints.get(high)
             found.append(
-                RestoreBlock(
-                    start_token_index=low,
-                    token_count=high - low,
+                block_of(
+                    low,
+                    high - low,
                     kv=cross(self.layout.cut_kv(self.caches, start=low, stop=high)),
                     window=cross(window),
                     checkpoint=None if checkpoint is None else cross(checkpoint),
@@ -107,14 +99,19 @@ class Recording:
             )
         return tuple(found)
 
-    def restore(self, token_count: int, *, through_host: bool = False, capacity: int = 0) -> list[Any]:
+    def restore(self, token_count: int, *, through_host: bool = False) -> list[Any]:
         """Restore the first `token_count` tokens into fresh caches."""
         return self.layout.restore(
-            RestoreSource(self.blocks(stop=token_count, through_host=through_host)),
+            self.blocks(stop=token_count, through_host=through_host),
             token_count=token_count,
-            capacity_token_count=capacity,
             make_caches=self.make_caches,
         )
+
+
+def block_of(start: int, token_count: int, **regions: Region | None) -> PlacedBlock:
+    """Return a block with these regions, by the names of their kinds."""
+    held = {RegionKind(kind): region for kind, region in regions.items() if region is not None}
+    return PlacedBlock(start, token_count, held)
 
 
 def uninterrupted(model: Any, tokens: Sequence[int], *, make_caches: MakeCaches | None = None) -> list[Any]:

@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import rewind
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
@@ -20,7 +19,7 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 from icehouse_server.engine.kv_cache.caches import quantize_caches, step_token_count
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -31,7 +30,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from tests.unit.engine.kv_cache.runs import same_bits
+from tests.unit.engine.kv_cache.runs import block_of, same_bits
 
 WINDOW = 8
 BLOCK = 4
@@ -75,13 +74,6 @@ class Row:
 
 ROWS: dict[type, Row] = {
     KVCache: Row(KVCache, RegionKind.KV, rewinds=True, is_plain=True, quantized=QuantizedKVCache),
-    BorrowingCache: Row(
-        lambda: BorrowingCache((), KVCache()),
-        RegionKind.KV,
-        rewinds=True,
-        is_plain=True,
-        quantized=QuantizedKVCache,
-    ),
     QuantizedKVCache: Row(lambda: QuantizedKVCache(group_size=32, bits=8), RegionKind.KV, rewinds=True),
     ChunkedKVCache: Row(lambda: ChunkedKVCache(WINDOW), RegionKind.WINDOW, rewinds=True),
     RotatingKVCache: Row(lambda: RotatingKVCache(WINDOW), RegionKind.WINDOW, rewinds=True),
@@ -148,14 +140,14 @@ def test_what_an_entry_says(row: Row) -> None:
 def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) -> None:
     cache = row.make()
     layout = CacheLayout.of([cache], block_token_count=BLOCK)
-    blocks: list[RestoreBlock] = []
+    blocks: list[PlacedBlock] = []
     total, start = sum(fed), 0
     for count in fed:
         row.feed(cache, start, count)
         start += count
         for low in range(sum(b.token_count for b in blocks), start - BLOCK + 1, BLOCK):
             blocks.append(
-                RestoreBlock(
+                block_of(
                     low,
                     BLOCK,
                     kv=from_host(to_host(layout.cut_kv([cache], start=low, stop=low + BLOCK))),
@@ -164,9 +156,8 @@ def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) ->
                 )
             )
     (rebuilt,) = layout.restore(
-        RestoreSource(tuple(blocks)),
+        tuple(blocks),
         token_count=total,
-        capacity_token_count=total + 3,
         make_caches=lambda: [row.make()],
     )
     assert type(rebuilt) is type(cache)

@@ -9,13 +9,13 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
     CHUNK,
     Recording,
+    block_of,
     feed,
     greedy,
     model_of,
@@ -45,7 +45,7 @@ def test_quantized_kv_is_kept_natively(architecture: str, dtype: str, bits: int)
     assert same_regions(from_host(to_host(region)), region)
     for position in (CHUNK, 2 * CHUNK, 3 * CHUNK + 7):
         expected = uninterrupted(model, tokens[:position], make_caches=make_caches)
-        restored = recording.restore(position, through_host=True, capacity=position + 50)
+        restored = recording.restore(position, through_host=True)
         assert {type(cache) for cache in restored} == {QuantizedKVCache}
         assert same_bits(feed(model, restored, tokens[:9]), feed(model, expected, tokens[:9]))
         cold, hit = greedy(model, expected, 11, 16), greedy(model, restored, 11, 16)
@@ -74,9 +74,7 @@ def test_other_bits_are_another_layout() -> None:
     four, eight = (CacheLayout.of(make_caches(bits), block_token_count=BLOCK) for bits in (4, 8))
     assert four != eight
     with pytest.raises(AssertionError, match="another model than the layout's"):
-        four.restore(
-            RestoreSource(()), token_count=BLOCK, capacity_token_count=0, make_caches=lambda: make_caches(8)
-        )
+        four.restore((), token_count=BLOCK, make_caches=lambda: make_caches(8))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -100,12 +98,10 @@ def test_lists_of_two_kv_caches_with_values_of_no_width(dtype: mx.Dtype) -> None
     step(caches, BLOCK, 0)
     step(caches, BLOCK, 10)
     blocks = tuple(
-        RestoreBlock(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
+        block_of(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
         for low in (0, BLOCK)
     )
-    restored = layout.restore(
-        RestoreSource(blocks), token_count=2 * BLOCK, capacity_token_count=100, make_caches=make_caches
-    )
+    restored = layout.restore(blocks, token_count=2 * BLOCK, make_caches=make_caches)
     assert [type(cache) for cache in restored] == [CacheList, CacheList]
     assert layout.token_count(restored) == 2 * BLOCK
     for warm, cold in zip(step(restored, 3, 20), step(caches, 3, 20), strict=True):
@@ -119,9 +115,8 @@ def test_an_unused_slot_stays_unused_and_a_lost_one_is_noticed() -> None:
     layout = CacheLayout.of([ArraysCache(size=3)], block_token_count=BLOCK)
     taken = from_host(to_host(layout.cut_checkpoint([cache])))
     (restored,) = layout.restore(
-        RestoreSource((RestoreBlock(0, 5, checkpoint=taken),)),
+        (block_of(0, 5, checkpoint=taken),),
         token_count=5,
-        capacity_token_count=0,
         make_caches=lambda: [ArraysCache(size=3)],
     )
     assert restored[0] is None and restored[2] is None
@@ -140,9 +135,8 @@ def test_writing_in_place_into_a_restored_cache_spares_the_block() -> None:
 
     layout = CacheLayout.of(make_caches(), block_token_count=256)
     restored = layout.restore(
-        RestoreSource((RestoreBlock(0, 256, kv=kv, checkpoint=checkpoint),)),
+        (block_of(0, 256, kv=kv, checkpoint=checkpoint),),
         token_count=256,
-        capacity_token_count=256,
         make_caches=make_caches,
     )
     restored[0].trim(256)

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
 from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -20,7 +19,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from tests.fixtures.models import ARCHITECTURES
-from tests.unit.engine.kv_cache.runs import BLOCK, Recording, model_of, prompt, same_bits
+from tests.unit.engine.kv_cache.runs import BLOCK, Recording, block_of, model_of, prompt, same_bits
 
 FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool]] = {
     # class names, needs_checkpoint, window, cuttable inside a block
@@ -137,9 +136,8 @@ def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     taken = whole.cut_checkpoint([cache])
     cache.add(mx.ones((1, 4)))
     (restored,) = whole.restore(
-        RestoreSource((RestoreBlock(0, 5, checkpoint=taken),)),
+        (block_of(0, 5, checkpoint=taken),),
         token_count=5,
-        capacity_token_count=5,
         make_caches=lambda: [Counting()],
     )
     assert type(restored) is Counting and restored.seen == 1

@@ -15,7 +15,6 @@ from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.caches import quantize_caches
-from icehouse_server.engine.kv_cache.layout import KvCutting
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
 from icehouse_server.storage.local.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache
@@ -23,10 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.fixtures.patience import BOUND_S
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
-    CHUNK,
     Recording,
     feed,
-    greedy,
     model_of,
     prompt,
     same_bits,
@@ -208,23 +205,3 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="holds"):
         recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
     assert class_of(recording.caches[0]).held(recording.caches[0]).count == 24
-
-
-def test_a_block_cut_layer_by_layer_is_the_block_cut_at_once() -> None:
-    """Also when its sequence moves on in between: kv is only ever appended to."""
-    recording = Recording(model_of("gemma3_text", "bfloat16"), prompt(3 * CHUNK))
-    at_once = recording.layout.cut_kv(recording.caches, start=BLOCK, stop=2 * BLOCK)
-    evaluate([at_once])
-    cutting = KvCutting(recording.layout, start=BLOCK, stop=2 * BLOCK)
-    while not cutting.is_done:
-        cutting.step(recording.caches)
-        greedy(recording.model, recording.caches, 11, 2)
-    assert same_regions(cutting.region(), at_once)
-
-
-def test_half_a_block_is_none() -> None:
-    recording = Recording(model_of("llama"), prompt(CHUNK))
-    cutting = KvCutting(recording.layout, start=0, stop=BLOCK)
-    cutting.step(recording.caches)
-    with pytest.raises(AssertionError, match="1 of 4 layers"):
-        cutting.region()

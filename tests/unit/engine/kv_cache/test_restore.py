@@ -32,7 +32,7 @@ def test_every_grid_position_continues_bit_for_bit(architecture: str, dtype: str
     continuation = prompt(CHUNK, seed=1)
     for position in range(CHUNK, len(tokens), CHUNK if dtype == "float32" else 2 * CHUNK):
         expected = uninterrupted(model, tokens[:position])
-        restored = recording.restore(position, through_host=True, capacity=position + CHUNK)
+        restored = recording.restore(position, through_host=True)
         for chunk in (continuation, tokens[:7]):
             assert same_bits(feed(model, restored, chunk), feed(model, expected, chunk)), position
         expected_run = greedy(model, expected, 11, 3)

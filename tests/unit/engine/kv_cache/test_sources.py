@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from icehouse_server.domain.blocks import HostRegion
+from icehouse_server.domain.blocks import HostRegion, RegionKind
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
-from icehouse_server.engine.kv_cache.restore import LoadedKv, RestoreBlock, RestoreSource
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 from tests.unit.engine.kv_cache.runs import (
@@ -19,7 +19,6 @@ from tests.unit.engine.kv_cache.runs import (
     Recording,
     feed,
     greedy,
-    made_target,
     model_of,
     prompt,
     same_bits,
@@ -27,27 +26,11 @@ from tests.unit.engine.kv_cache.runs import (
 )
 
 LENGTH = 4 * CHUNK
+KV, WINDOW, CHECKPOINT = RegionKind
 
 
-def _loaded(recording: Recording, *, start: int, stop: int, slots: int, dirt: int = 0xFF) -> LoadedKv:
-    """Fill rows [start, stop) of a target as the readers do; all others hold dirt (NaN)."""
-    target = made_target(recording.layout.kv_shapes(recording.caches), capacity_token_count=slots)
-    region = to_host(recording.layout.cut_kv(recording.caches, start=start, stop=stop))
-    for view, tensor in zip(target.views(), region.tensors, strict=True):
-        assert (view.name, view.dtype) == (tensor.name, tensor.dtype)
-        _, heads, count, _ = tensor.shape
-        rows = np.frombuffer(view.data, dtype=np.uint8).reshape(1, heads, slots, -1)
-        rows[:] = dirt
-        rows[:, :, start : start + count] = np.frombuffer(tensor.data, np.uint8).reshape(1, heads, count, -1)
-    return LoadedKv(target, start, stop)
-
-
-def _restore(
-    recording: Recording, source: RestoreSource, token_count: int, *, capacity: int = 0
-) -> list[Any]:
-    return recording.layout.restore(
-        source, token_count=token_count, capacity_token_count=capacity, make_caches=recording.make_caches
-    )
+def _restore(recording: Recording, blocks: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
+    return recording.layout.restore(blocks, token_count=token_count, make_caches=recording.make_caches)
 
 
 def _check(recording: Recording, restored: list[Any], position: int) -> None:
@@ -55,35 +38,6 @@ def _check(recording: Recording, restored: list[Any], position: int) -> None:
     expected = uninterrupted(recording.model, recording.tokens[:position])
     cold, warm = (greedy(recording.model, caches, 11, 16) for caches in (expected, restored))
     assert warm[0] == cold[0]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_a_pure_ssd_hit_takes_the_buffers_as_they_are(architecture: str, dtype: str) -> None:
-    recording = Recording(model_of(architecture, dtype), prompt(LENGTH))
-    windows = tuple(dataclasses.replace(b, kv=None) for b in recording.blocks(stop=LENGTH))
-    source = RestoreSource(windows, _loaded(recording, start=0, stop=LENGTH, slots=256))
-    restored = _restore(recording, source, LENGTH, capacity=200)
-    assert restored[-1 if architecture == "llama" else 2].keys.shape[2] == 256
-    expected = uninterrupted(recording.model, recording.tokens)
-    for chunk in (prompt(7), [11], [12]):
-        assert same_bits(feed(recording.model, restored, chunk), feed(recording.model, expected, chunk))
-
-
-@pytest.mark.parametrize("ram_block_count", [1, 3])
-def test_a_ram_prefix_and_an_ssd_suffix_are_one_hit(ram_block_count: int) -> None:
-    recording = Recording(model_of("gemma3_text", "bfloat16"), prompt(LENGTH))
-    split = ram_block_count * BLOCK
-    blocks = tuple(
-        block if block.end_token_index <= split else dataclasses.replace(block, kv=None)
-        for block in recording.blocks(stop=LENGTH)
-    )
-    source = RestoreSource(blocks, _loaded(recording, start=split, stop=LENGTH, slots=512))
-    restored = _restore(recording, source, LENGTH, capacity=300)
-    assert restored[2].keys.shape[2] == 512
-    expected = uninterrupted(recording.model, recording.tokens)
-    for chunk in (prompt(7), [11]):
-        assert same_bits(feed(recording.model, restored, chunk), feed(recording.model, expected, chunk))
 
 
 @pytest.mark.parametrize(
@@ -95,12 +49,6 @@ def test_a_match_may_end_inside_a_block(architecture: str, overrides: dict[str, 
     assert recording.layout.cuttable_inside
     for position in (1, BLOCK - 1, BLOCK + 1, 3 * CHUNK - 5, LENGTH - 1):
         _check(recording, recording.restore(position), position)
-
-
-def test_a_match_may_end_inside_what_was_read() -> None:
-    recording = Recording(model_of("llama"), prompt(LENGTH))
-    source = RestoreSource((), _loaded(recording, start=0, stop=LENGTH, slots=256))
-    _check(recording, _restore(recording, source, LENGTH - 9), LENGTH - 9)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4", "falcon_h1", "lfm2"])
@@ -118,9 +66,9 @@ def test_running_on_never_writes_into_a_block(architecture: str) -> None:
     recording = Recording(model_of(architecture), tokens)
     blocks = recording.blocks(stop=BLOCK)
     before = _bytes(blocks)
-    first = greedy(recording.model, _restore(recording, RestoreSource(blocks), BLOCK), 11, 20)
+    first = greedy(recording.model, _restore(recording, blocks, BLOCK), 11, 20)
     assert _bytes(blocks) == before
-    second = greedy(recording.model, _restore(recording, RestoreSource(blocks), BLOCK), 11, 20)
+    second = greedy(recording.model, _restore(recording, blocks, BLOCK), 11, 20)
     assert second[0] == first[0]
     assert all(map(same_bits, second[1], first[1]))
 
@@ -128,7 +76,7 @@ def test_running_on_never_writes_into_a_block(architecture: str) -> None:
 def test_a_live_cache_never_writes_under_a_host_view() -> None:
     """A cut that spans nearly a whole cache may share its buffer; decode must then copy, not write."""
     recording = Recording(model_of("llama"), prompt(CHUNK))
-    caches = recording.restore(CHUNK, capacity=256)
+    caches = recording.restore(CHUNK)
     host = to_host(recording.layout.cut_kv(caches, start=0, stop=CHUNK))
     before = [bytes(tensor.data) for tensor in host.tensors]
     greedy(recording.model, caches, 11, 8)
@@ -138,20 +86,11 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
     assert [bytes(tensor.data) for tensor in host.tensors] == before
 
 
-def test_a_restored_array_has_room_and_is_not_copied_by_the_next_update() -> None:
-    recording = Recording(model_of("llama"), prompt(CHUNK))
-    restored = recording.restore(CHUNK, capacity=300)
-    assert {cache.keys.shape[2] for cache in restored} == {300}
-    greedy(recording.model, restored, 11, 4)
-    assert {cache.keys.shape[2] for cache in restored} == {300}
-
-
 def test_a_restore_can_be_taken_step_by_step() -> None:
     recording = Recording(model_of("llama"), prompt(CHUNK))
     restoring = recording.layout.begin_restore(
-        RestoreSource(recording.blocks(stop=CHUNK)),
+        recording.blocks(stop=CHUNK),
         token_count=CHUNK,
-        capacity_token_count=CHUNK,
         make_caches=recording.make_caches,
     )
     with pytest.raises(AssertionError, match="not finished"):
@@ -160,59 +99,67 @@ def test_a_restore_can_be_taken_step_by_step() -> None:
     _check(recording, restoring.caches, CHUNK)
 
 
-def _without(blocks: tuple[RestoreBlock, ...], index: int, **changes: Any) -> tuple[RestoreBlock, ...]:
-    changed = dataclasses.replace(blocks[index], **changes)
+def _without(
+    blocks: tuple[PlacedBlock, ...],
+    index: int,
+    kind: RegionKind,
+    change: Callable[[ArrayRegion], ArrayRegion] | None = None,
+) -> tuple[PlacedBlock, ...]:
+    """Return the blocks, one of them without a region or with a damaged one."""
+    regions = dict(blocks[index].regions)
+    region = regions.pop(kind)
+    if change is not None:
+        assert isinstance(region, ArrayRegion)
+        regions[kind] = change(region)
+    changed = dataclasses.replace(blocks[index], regions=regions)
     return (*blocks[:index], changed, *blocks[index + 1 :])
 
 
-def _drop(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _drop(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, region.arrays[1:])
 
 
-def _cast(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _cast(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, [(name, array.astype(mx.float16)) for name, array in region.arrays])
 
 
-def _shorten(region: ArrayRegion | None) -> ArrayRegion:
-    assert region is not None
+def _shorten(region: ArrayRegion) -> ArrayRegion:
     return ArrayRegion.of(region.kind, tuple((name, array[:, :, 1:]) for name, array in region.arrays))
 
 
 @pytest.mark.parametrize(
     ("architecture", "damage", "message"),
     [
-        ("llama", lambda b: _without(b, 1, kv=None), "kv starts at token 32 where 16 is next"),
+        ("llama", lambda b: _without(b, 1, KV), "kv starts at token 32 where 16 is next"),
         ("llama", lambda b: b[:2], "kv ends at token 32 of 64"),
-        ("llama", lambda b: _without(b, 1, kv=_drop(b[1].kv)), "cannot rebuild 000"),
-        ("llama", lambda b: _without(b, 1, kv=_cast(b[1].kv)), "does not fit together"),
-        ("llama", lambda b: _without(b, 1, kv=_shorten(b[1].kv)), "holds 15 tokens of a block of 16"),
-        ("gemma3_text", lambda b: _without(b, 3, window=None), "lacks tokens"),
-        ("gemma3_text", lambda b: _without(b, 2, window=None), "lacks tokens"),
-        ("gemma3_text", lambda b: _without(b, 3, window=_drop(b[3].window)), "cannot rebuild 000"),
-        ("lfm2", lambda b: _without(b, 3, checkpoint=None), "no checkpoint at token 64"),
-        ("lfm2", lambda b: _without(b, 3, checkpoint=_drop(b[3].checkpoint)), "cannot rebuild 000"),
+        ("llama", lambda b: _without(b, 1, KV, _drop), "cannot rebuild 000"),
+        ("llama", lambda b: _without(b, 1, KV, _cast), "does not fit together"),
+        (
+            "llama",
+            lambda b: _without(b, 1, KV, _shorten),
+            "holds 15 tokens of a block of 16",
+        ),
+        ("gemma3_text", lambda b: _without(b, 3, WINDOW), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 2, WINDOW), "lacks tokens"),
+        ("gemma3_text", lambda b: _without(b, 3, WINDOW, _drop), "cannot rebuild 000"),
+        ("lfm2", lambda b: _without(b, 3, CHECKPOINT), "no checkpoint at token 64"),
+        (
+            "lfm2",
+            lambda b: _without(b, 3, CHECKPOINT, _drop),
+            "cannot rebuild 000",
+        ),
     ],
 )
 def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, message: str) -> None:
     recording = Recording(model_of(architecture), prompt(4 * BLOCK))
     blocks = damage(recording.blocks(stop=4 * BLOCK))
     with pytest.raises(StorageError, match=message) as caught:
-        _restore(recording, RestoreSource(blocks), 4 * BLOCK)
+        _restore(recording, blocks, 4 * BLOCK)
     assert caught.value.reason is Reason.STORE_UNUSABLE
 
 
-def test_arrays_shorter_than_the_hit_are_refused() -> None:
-    recording = Recording(model_of("llama"), prompt(4 * BLOCK))
-    honest = _loaded(recording, start=0, stop=2 * BLOCK, slots=2 * BLOCK)
-    lying = LoadedKv(honest.target, 0, 4 * BLOCK)
-    with pytest.raises(StorageError, match="32 slots, 64 are needed"):
-        _restore(recording, RestoreSource((), lying), 4 * BLOCK)
-
-
-def _bytes(blocks: tuple[RestoreBlock, ...]) -> list[bytes]:
-    regions = [r for b in blocks for r in (b.kv, b.window, b.checkpoint) if r is not None]
+def _bytes(blocks: tuple[PlacedBlock, ...]) -> list[bytes]:
+    regions = [r for b in blocks for r in b.regions.values() if isinstance(r, ArrayRegion)]
     evaluate(regions)
     hosts: list[HostRegion] = [to_host(region) for region in regions]
     return [bytes(tensor.data) for host in hosts for tensor in host.tensors]

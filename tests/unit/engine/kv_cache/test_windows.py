@@ -6,15 +6,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.kv_cache.restore import RestoreBlock, RestoreSource
+from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
     BLOCK,
     CHUNK,
     Recording,
+    block_of,
     feed,
     greedy,
     model_of,
@@ -94,11 +96,11 @@ def test_only_blocks_inside_the_window_are_needed() -> None:
     blocks = tuple(
         block
         if block.end_token_index > needed_from
-        else RestoreBlock(block.start_token_index, block.token_count, kv=block.kv)
+        else block_of(block.start_token_index, block.token_count, kv=block.regions[RegionKind.KV])
         for block in recording.blocks(stop=position)
     )
-    assert sum(block.window is not None for block in blocks) == 2
-    restored = _restore(recording, RestoreSource(blocks), position)
+    assert sum(RegionKind.WINDOW in block.regions for block in blocks) == 2
+    restored = _restore(recording, blocks, position)
     expected = uninterrupted(model, tokens)
     assert same_bits(feed(model, restored, tokens[:5]), feed(model, expected, tokens[:5]))
 
@@ -112,7 +114,5 @@ def test_the_restored_class_and_its_counters_are_exact() -> None:
     assert (chunked.offset, chunked.start_position, chunked.chunk_size) == (64, 32, 32)
 
 
-def _restore(recording: Recording, source: RestoreSource, token_count: int) -> list[Any]:
-    return recording.layout.restore(
-        source, token_count=token_count, capacity_token_count=0, make_caches=recording.make_caches
-    )
+def _restore(recording: Recording, source: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
+    return recording.layout.restore(source, token_count=token_count, make_caches=recording.make_caches)

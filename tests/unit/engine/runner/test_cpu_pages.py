@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.clock import SystemClock
-from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.domain.ids import SequenceId
+from icehouse_server.domain.blocks import BlockHeader, RegionKind
+from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
@@ -23,6 +24,7 @@ from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.storage.api import PlannedBlock
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
@@ -53,15 +55,6 @@ def runner_of(folder: Path, **settings: Any) -> ModelRunner:
     return runner
 
 
-def restore(runner: ModelRunner, name: int, blocks: Sequence[PlacedBlock]) -> None:
-    count = BLOCK * len(blocks)
-    runner.blocks.begin_restore(
-        SequenceId(name),
-        RestoreInput(tuple(blocks), None, 0, None, 0, token_count=count, capacity_token_count=count + BLOCK),
-    )
-    assert runner.blocks.continue_restore(SequenceId(name), budget_s=BOUND_S)
-
-
 def prefill(runner: ModelRunner) -> tuple[PlacedBlock, ...]:
     """Compute the prompt's blocks, keep them, and let the row go on."""
     runner.open(COLD)
@@ -72,6 +65,11 @@ def prefill(runner: ModelRunner) -> tuple[PlacedBlock, ...]:
         kept = runner.blocks.cut(COLD, start=start, stop=stop, kinds=[RegionKind.KV])
         blocks.append(PlacedBlock(start, BLOCK, kept))
     return tuple(blocks)
+
+
+def restore(runner: ModelRunner, name: SequenceId, blocks: Sequence[PlacedBlock]) -> None:
+    runner.blocks.begin_restore(name, RestoreInput(tuple(blocks), BLOCK * len(blocks)))
+    assert runner.blocks.continue_restore(name, budget_s=BOUND_S)
 
 
 def decode(runner: ModelRunner, name: SequenceId) -> list[Drawn]:
@@ -136,3 +134,58 @@ def test_who_has_pages(
     runner.run([Chunk(COLD, PROMPT[:5])])
     caches = runner.caches(COLD)
     assert [isinstance(cache, PagedCache) for cache in caches] == [are_paged] * len(caches)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_from_ssd_has_the_pages_that_were_read_into(tmp_path: Path, dtype: str) -> None:
+    """And so have the blocks that RAM keeps of it: each byte is written once."""
+    runner = runner_of(tiny_model_dir(tmp_path, "llama", dtype=dtype, **WIDE))
+    blocks = prefill(runner)
+    files = [runner.blocks.begin_to_host(list(block.regions.values())).take()[0] for block in blocks]
+    planned = [PlannedBlock(header_at(block.start_token_index), frozenset(block.regions)) for block in blocks]
+    place = runner.blocks.begin_load(planned)
+    assert place is not None
+    for block, file in zip(blocks, files, strict=True):
+        shapes = [Shape(t.name, t.dtype, t.shape, t.data.nbytes) for t in file.tensors]
+        views = place.segments(shapes, start_token_index=block.start_token_index, token_count=BLOCK)
+        content = memoryview(b"".join(bytes(tensor.data) for tensor in file.tensors))
+        for view in views:
+            view[:], content = content[: view.nbytes], content[view.nbytes :]
+    found = runner.blocks.end_load(place)
+    cold = decode(runner, COLD)
+    cold_numbers = table_of(runner.caches(COLD)).runs[0].numbers
+    runner.release([COLD])
+    restore(
+        runner,
+        HIT,
+        [
+            PlacedBlock(b.start_token_index, BLOCK, {RegionKind.KV: kv})
+            for b, kv in zip(blocks, found, strict=True)
+        ],
+    )
+    numbers = table_of(runner.caches(HIT)).runs[0].numbers
+    assert numbers == [page.number for region in found for page in region.pages]
+    assert not set(numbers) & set(cold_numbers)
+    hit = decode(runner, HIT)
+    assert [(each.token_id, each.logprobs) for each in hit] == [
+        (each.token_id, each.logprobs) for each in cold
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def header_at(start: int) -> BlockHeader:
+    return BlockHeader(
+        hash=BlockHash(bytes([start // BLOCK]) * 32),
+        parent=BlockHash(bytes(32)),
+        fingerprint=Fingerprint("1" * 64),
+        start_token_index=start,
+        token_ids=tuple(PROMPT[start : start + BLOCK]),
+        block_token_limit=BLOCK,
+    )

@@ -153,10 +153,10 @@ def assert_whatever_is_known_is_right(served: StorageThread, blocks) -> None:
     known = {record.hash for record in served.take_inventory()}
     for block in blocks:
         if block.header.hash in known:
-            served.storage.get_into(*plan([block], origin=block.header.start_token_index))
+            served.storage.get_into(*plan([block]))
             outcome = next(o for o in served.take() if isinstance(o, Loaded | Failure))
             if isinstance(outcome, Loaded):
-                assert_holds(outcome, [block], origin=block.header.start_token_index)
+                assert_holds(outcome, [block])
             else:
                 # The only block allowed to be bad is the one a scenario damaged itself.
                 assert block is blocks[1]

@@ -28,7 +28,7 @@ from icehouse_server.storage.local.stats import note_damage
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, OTHER_FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.blocks import OTHER_FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import StorageThread, drops
 
@@ -40,8 +40,9 @@ def test_spill_then_load_gives_the_same_bytes(tmp_path):
         assert [type(o) for o in served.take()] == [Inventory] + [Persisted] * 4
         assert served.storage.get_into(*plan(chain))
         (loaded,) = served.take()
-        assert loaded.failure is None and loaded.end_token_index == 64
+        assert loaded.failure is None
         assert [region.kind for region in loaded.blocks[0].regions] == [
+            RegionKind.KV,
             RegionKind.WINDOW,
             RegionKind.CHECKPOINT,
         ]
@@ -49,21 +50,17 @@ def test_spill_then_load_gives_the_same_bytes(tmp_path):
         assert loaded.read_bytes == sum(block.size_bytes for block in chain)
 
 
-def test_load_after_restart_in_part_and_at_an_offset(tmp_path):
+def test_load_after_restart_in_part(tmp_path):
     chain = make_chain(3)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)
     with StorageThread(tmp_path) as served:
         (inventory,) = served.take()
         assert {record.hash for record in inventory.records} == {block.header.hash for block in chain}
-        request = plan(
-            chain[1:], last_token_count=5, regions=frozenset({RegionKind.KV}), capacity=40, origin=8
-        )
-        served.storage.get_into(*request)
+        served.storage.get_into(*plan(chain[1:], regions=frozenset({RegionKind.KV})))
         (loaded,) = served.take()
-        assert loaded.end_token_index == 37
-        assert all(not block.regions for block in loaded.blocks)
-        assert_holds(loaded, chain[1:], origin=8, capacity=40)
+        assert [[region.kind for region in block.regions] for block in loaded.blocks] == 2 * [[RegionKind.KV]]
+        assert_holds(loaded, chain[1:])
 
 
 def test_a_tail_is_loaded_behind_full_blocks(tmp_path):
@@ -74,7 +71,6 @@ def test_a_tail_is_loaded_behind_full_blocks(tmp_path):
         served.take()
         served.storage.get_into(*plan([*chain, tail]))
         (loaded,) = served.take()
-        assert loaded.end_token_index == 35
         assert_holds(loaded, [*chain, tail])
 
 
@@ -163,19 +159,7 @@ def test_the_verified_beginning_of_a_damaged_chain_is_delivered(tmp_path):
         served.storage.get_into(*plan(chain))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))
         assert loaded.failure.hash == chain[2].header.hash and loaded.failure.cause is Damage.CHECKSUM
-        assert loaded.end_token_index == 32
         assert_holds(loaded, chain[:2])
-
-
-def test_layers_that_do_not_fit_together_are_refused(tmp_path):
-    first = make_block(seed=1)
-    second = make_block(seed=2, parent=first.header.hash, start=BLOCK_TOKEN_LIMIT, head_count=4)
-    with StorageThread(tmp_path) as served:
-        served.spill(first, second)
-        served.take()
-        served.storage.get_into(*plan([first, second]))
-        loaded = next(o for o in served.take() if isinstance(o, Loaded))
-        assert loaded.failure.cause is Damage.LAYOUT and len(loaded.blocks) == 1
 
 
 def test_counters_tell_accepted_from_persisted_from_dropped(tmp_path):
@@ -349,9 +333,9 @@ def test_real_threads(tmp_path):
     for _ in chain:
         assert isinstance(outcomes.get(timeout=BOUND_S).outcome, Persisted)
     for _ in range(5):
-        assert storage.get_into(*plan(chain, capacity=96))
+        assert storage.get_into(*plan(chain))
     for _ in range(5):
-        assert_holds(outcomes.get(timeout=BOUND_S).outcome, chain, capacity=96)
+        assert_holds(outcomes.get(timeout=BOUND_S).outcome, chain)
     ticket = storage.stats()
     assert outcomes.get(timeout=BOUND_S) is ticket
     assert isinstance(ticket.outcome, CacheStats) and ticket.outcome.ssd.block_count == 6

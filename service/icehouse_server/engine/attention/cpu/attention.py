@@ -184,6 +184,10 @@ class CpuAttention:
             pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count
         )
 
+    def settle(self, pool: Pool) -> bool:
+        self._settle()
+        return True
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._settle()
         held = _held(pool.array)
@@ -310,7 +314,7 @@ def _by_mlx(
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
-    # In 16 bits a token gets the same alone as in a chunk: other roundings would be other words.
+    # In 16 bits the sums of pieces would be rounded one by one, and a token differ from the same in a chunk.
     if row.count == 1 and sinks is None and queries.dtype == mx.float32:
         return _one_by_mlx(own, keys, values, scale=scale)
     k, v = joined(keys), joined(values)

@@ -294,6 +294,9 @@ class GpuAttention:
         )
         return keys, values
 
+    def settle(self, pool: Pool) -> bool:
+        return True
+
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         self._move_pages(pool, self._start_of(pool), sources, targets)
 

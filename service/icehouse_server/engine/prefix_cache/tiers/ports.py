@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.storage.api import ColdTier, KvPlace, Loaded, NewRows, Ticket
+from icehouse_server.storage.api import ColdTier, KvPlace, PlannedBlock, Ticket
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,10 +26,9 @@ class CacheFacts:
     """The longest sliding window in tokens, 0 if there is none."""
     shortest_window_token_count: int = 0
     """The shortest one; 0 where there is none, or where all are alike."""
-    least_lent_token_count: int = 0
-    """From how many tokens on a sequence that is put back reads kv in RAM where it is; 0 if it never does."""
-    shares_captures: bool = False
-    """Whether a block that is cut of a sequence holds what that one reads, and no copy of it."""
+    shares_blocks: bool = False
+    """Whether kv lies in pages, which a sequence and the blocks of what it holds have in common: to keep one
+    and to begin with one copies nothing."""
 
     def needed_kinds(self, *, end_token_index: int, token_count: int) -> tuple[RegionKind, ...]:
         """Return the regions of a block with this end that a restore to `token_count` tokens reads."""
@@ -39,10 +38,6 @@ class CacheFacts:
         if self.needs_checkpoint and end_token_index == token_count:
             kinds.append(RegionKind.CHECKPOINT)
         return tuple(kinds)
-
-    def lends(self, token_count: int) -> bool:
-        """Whether a sequence that is put back with so many tokens keeps its blocks in RAM alive."""
-        return 0 < self.least_lent_token_count <= token_count
 
     def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
         """Whether a full block's windows can be cut after so many more tokens were decoded.
@@ -62,18 +57,9 @@ class PlacedBlock:
     token_count: int
     regions: Mapping[RegionKind, Region]
 
-
-class KvCutting(Protocol):
-    """A block's kv on its way out of live caches, a layer at a time. Opaque."""
-
-
-class KvTarget(Protocol):
-    """Arrays on the device that will be a sequence's kv once readers have filled them."""
-
-    def place(self, rows: NewRows) -> KvPlace | None:
-        """Return the arrays' own bytes for other threads to write and drop, as such rows of a sequence; None
-        where readers are to find memory."""
-        ...
+    @property
+    def end_token_index(self) -> int:
+        return self.start_token_index + self.token_count
 
 
 class HostCopy(Protocol):
@@ -96,18 +82,10 @@ class HostCopy(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreInput:
-    """All a restore is made from: blocks in RAM in ascending order, then what was loaded from SSD."""
+    """All a restore is made from: blocks in ascending order."""
 
     blocks: tuple[PlacedBlock, ...]
-    loaded: Loaded | None
-    origin_token_index: int
-    """Sequence position of the first kv token that was loaded; row 0 of buffers the readers made."""
-    target: KvTarget | None
-    """What the readers filled, unless they made buffers of their own (`Loaded.tensors`)."""
-    target_origin_token_index: int
-    """Sequence position of the target's row 0."""
     token_count: int
-    capacity_token_count: int
 
 
 class CacheRunner(Protocol):
@@ -119,20 +97,12 @@ class CacheRunner(Protocol):
         """Return evaluated copies of these regions of an open or decoding sequence."""
         ...
 
-    def begin_cut(self, *, start: int, stop: int) -> KvCutting:
-        """Prepare to copy the kv of tokens that stay in a sequence's caches."""
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvPlace | None:
+        """Return memory for the kv of these blocks, where it lies in pages; None without room for it."""
         ...
 
-    def continue_cut(self, sequence_id: SequenceId, cutting: KvCutting, *, budget_s: float) -> Region | None:
-        """Copy for about `budget_s` from where the sequence is now; the region when all is copied."""
-        ...
-
-    def begin_target(self, *, capacity_token_count: int) -> KvTarget | None:
-        """Prepare kv arrays of so many tokens for readers to fill; None when they are to find memory."""
-        ...
-
-    def continue_target(self, target: KvTarget, *, budget_s: float) -> bool:
-        """Make arrays for about `budget_s`; True when all are made."""
+    def end_load(self, place: KvPlace) -> Sequence[Region]:
+        """Return the kv of the blocks that it was for, all of which were read and are right."""
         ...
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:

@@ -14,7 +14,6 @@ from mlx_lm.models.base import scaled_dot_product_attention as upstream_attentio
 
 from icehouse_server.engine.attention.cpu.quantized import attend_in_floats, reads_floats
 from icehouse_server.engine.attention.gather import attend_row
-from icehouse_server.engine.kv_cache.borrowing import BorrowingCache
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer
 from icehouse_server.engine.runner.forward.masks import Mask
 from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SinglePlace, Spans
@@ -99,8 +98,7 @@ def _updated(layer: FlatLayer, keys: mx.array, values: mx.array) -> list[tuple[A
     found: list[tuple[Any, Any]] = []
     for number, (k, v) in enumerate(zip(_cut(keys, spans.cuts), _cut(values, spans.cuts), strict=True)):
         cache = layer.caches[number]
-        is_lent = isinstance(cache, BorrowingCache)
-        if is_plain and number < spans.single_count and not is_lent:
+        if is_plain and number < spans.single_count:
             found.append(append_one(cache, k, v, spans.single_places[number]))
             continue
         if spans.counts[number] > 1:

@@ -1,6 +1,6 @@
 """Block reader: verified, and straight to where the bytes are wanted.
 
-Runs on any thread; owns nothing but the memory it makes for windows and checkpoints. Every region is
+Runs on any thread; owns nothing but the memory it makes for what has no place to go. Every region is
 hashed in file order right behind each read, while its bytes are in the CPU's cache.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import xxhash
 
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostRegion, HostTensor, RegionKind
@@ -20,7 +21,6 @@ from icehouse_server.storage.local.block_format.facts import BlockFile, FileRegi
 from icehouse_server.storage.local.block_format.file import GROUP_BYTES, groups, read_head, slices
 from icehouse_server.storage.local.block_format.read_pace import ReadPace
 from icehouse_server.storage.local.encryption.facts import Cipher, FileCipher
-from icehouse_server.storage.row_buffers import empty_bytes
 
 
 def open_block(
@@ -65,7 +65,7 @@ def read_block(
     *,
     pace: ReadPace,
 ) -> LoadedBlock:
-    """Read and verify the wanted regions of an open block at this pace; kv goes to `place`.
+    """Read and verify the wanted regions of an open block at this pace; kv goes to `place`, if there is one.
 
     Raises `BlockFileError` or `UnfitLayout`; the place then holds bytes that must not be used.
     """
@@ -73,16 +73,16 @@ def read_block(
     for region in file.regions:
         if region.kind not in planned.regions:
             continue
-        if region.kind is RegionKind.KV:
-            assert place is not None, "kv is wanted but has nowhere to go"
-            parts = place.segments(
+        if region.kind is RegionKind.KV and place is not None:
+            segments = place.segments(
                 region.tensors,
                 start_token_index=planned.header.start_token_index,
                 token_count=planned.header.token_count,
             )
+            parts = (part for segment in segments for part in slices(segment))
             _read_verified(files, descriptor, region, parts, cipher=file.cipher, pace=pace)
         else:
-            data = empty_bytes(region.size_bytes)
+            data = _empty_bytes(region.size_bytes)
             _read_verified(files, descriptor, region, slices(data), cipher=file.cipher, pace=pace)
             loaded.append(_host_region(region, data))
     return LoadedBlock(planned.header, tuple(loaded))
@@ -176,9 +176,14 @@ def _read_verified(
 
 def _scratch_parts(region: FileRegion) -> Iterator[memoryview]:
     """Yield one buffer again and again until the region is covered; each is a group of its own."""
-    scratch = empty_bytes(GROUP_BYTES)
+    scratch = _empty_bytes(GROUP_BYTES)
     for begin in range(0, region.size_bytes, GROUP_BYTES):
         yield scratch[: region.size_bytes - begin]
+
+
+def _empty_bytes(size_bytes: int) -> memoryview:
+    """Return an uninitialised flat buffer of format "B"."""
+    return np.empty(size_bytes, dtype=np.uint8).data
 
 
 def _host_region(region: FileRegion, data: memoryview) -> HostRegion:
