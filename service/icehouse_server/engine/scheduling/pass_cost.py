@@ -276,14 +276,12 @@ class PassCostLearner:
         """Take what is known for that of a device as much slower or faster as the surprises say.
 
         What they measured by themselves tells nothing of other sizes, and the parts of the cost keep their
-        proportions when it is the machine that has become busy; where they do not, older passes say less
-        from now on.
+        proportions when it is the machine that has become busy.
         """
         factor = statistics.median(ratio for ratio, _ in self._surprises)
         for kept in self._kept.values():
             for place, old in enumerate(kept):
-                age = self._policy.change_age
-                kept[place] = _Measured(old.size, factor * old.elapsed_s, old.number - age)
+                kept[place] = dataclasses.replace(old, elapsed_s=factor * old.elapsed_s)
         self._doubted.clear()
         self._is_stale = True
 

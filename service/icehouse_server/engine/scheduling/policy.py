@@ -82,8 +82,6 @@ class PassPolicy:
     long_surprise_s: float = 2.0
     """So many surprises in a row, in one direction, are a change of speed, though their sizes had been
     measured before; fewer are where they took so long together."""
-    change_age: int = 32
-    """Passes of before a change are so much older."""
     prior_weight: float = 0.03
     """Of a measured pass, has the belief that half of the usual one's time is fixed and half grows with its
     tokens: either guess alone would confirm itself, by choosing the sizes that cannot refute it."""

@@ -65,3 +65,13 @@ def test_a_prompt_never_gets_more_than_it_has_left() -> None:
     for count in range(1, 40):
         stop = planner.room(ROWS, crowd=0.0, spent_s=0.0).take(100, 100 + count)
         assert 100 < stop <= 100 + count
+
+
+def test_rows_that_grew_since_they_were_alone_leave_a_prompt_some_of_a_pass() -> None:
+    """Twice their pace of before is less than they take by themselves now."""
+    planner = learned()
+    grown = PassSize.of_rows([4000] * 8)
+    for count in (16, 32, 64) * 4:
+        planner.note_pass(grown + PassSize.of_chunk(0, count), 0.05 + 0.001 * count)
+    assert planner.seconds(grown) > 2.0 * planner.seconds(ROWS)
+    assert planner.room(grown, crowd=0.0, spent_s=0.0).take(0, 1000) >= 8
