@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from icehouse_client.cli.console import AsJson, out, print_json
 
 from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, new_key_text, read_master_key
-from icehouse_server.cli.terminal.console import AsJson, out, print_json
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
 

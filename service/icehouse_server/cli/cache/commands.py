@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from icehouse_client.cli.console import AsJson, confirm, err, harmless, out, print_json
+from icehouse_client.cli.figures import age_text, size_text
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.cache.block_facts import (
-    age_text,
     discrepancy_facts,
     fact_text,
     marks_text,
     model_text,
     record_facts,
 )
-from icehouse_server.cli.terminal.console import AsJson, confirm, err, harmless, out, print_json
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
-from icehouse_server.config.setting import size_text
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
@@ -259,7 +258,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
             model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint),
             f"{record.start_token_index}..{record.start_token_index + record.token_count}",
             size_text(record.file_bytes),
-            f"{age_text(record.last_used_time, now_time_s=now_time_s)} ago",
+            f"{age_text(now_time_s - record.last_used_time)} ago",
             str(record.hit_count),
             marks_text(record),
         )

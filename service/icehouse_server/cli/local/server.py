@@ -14,10 +14,9 @@ from types import FrameType
 from typing import NoReturn
 
 from icehouse_client import Client, IcehouseClientError
+from icehouse_client.cli.connection import open_client
+from icehouse_client.cli.console import err, out
 
-from icehouse_server.cli.client.connection import open_client
-from icehouse_server.cli.terminal.client_options import Target
-from icehouse_server.cli.terminal.console import err, out
 from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.errors import Reason, StartError
 
@@ -42,7 +41,7 @@ def serving(
             server = stack.enter_context(
                 running_server(address=address, scratch=scratch, model=model, options=options)
             )
-            client = stack.enter_context(open_client(Target(address)))
+            client = stack.enter_context(open_client(address))
             is_serving = wait_until_serving(client, is_alive=lambda: server.poll() is None)
         if not is_serving:
             # Closing reports the server's code and log; what is left is code 0 without having served.
