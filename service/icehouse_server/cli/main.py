@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from icehouse_client.cli import console
 from icehouse_client.cli import main as client
-from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain, print_json
+from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 
 from icehouse_server.bootstrap.preload import load_openblas
 from icehouse_server.cli import flags, key, token
@@ -89,10 +89,7 @@ app.add_typer(service_commands.app, name="service")
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
     found = importlib.metadata.version("icehouse")
-    if as_json:
-        print_json({"version": found})
-    else:
-        console.out.print(found)
+    console.show({"version": found}, found, as_json=as_json)
 
 
 def _print_version(is_asked: bool) -> None:

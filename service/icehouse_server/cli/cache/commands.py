@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from icehouse_client.cli.console import AsJson, confirm, err, harmless, out, print_json
+from icehouse_client.cli.console import AsJson, bar, confirm, err, harmless, out, print_json, show
 from icehouse_client.cli.figures import age_text, size_text
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -122,7 +121,7 @@ def inspect(
 def check(directory: Directory = None, as_json: AsJson = False) -> None:
     """Show what the next start would repair between rows and files; exit code 1 when there is something."""
     store = _open_existing(directory)
-    with _bar("looking at files", total=len(store.rows().records)) as advance_to:
+    with bar("looking at files", TaskProgressColumn(), total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
         print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
@@ -149,7 +148,9 @@ def verify(
     records = [store.find(block)] if block else list(store.rows().records)
     damaged: list[Verdict] = []
     done_bytes = 0
-    with _bar("reading blocks", total=sum(record.file_bytes for record in records)) as advance_to:
+    with bar(
+        "reading blocks", TaskProgressColumn(), total=sum(record.file_bytes for record in records)
+    ) as advance_to:
         for verdict in store.verify(records):
             done_bytes += verdict.record.file_bytes
             advance_to(done_bytes)
@@ -209,16 +210,14 @@ def purge(
     if not yes:
         confirm(f"Remove {what} from {store.paths.root}?")
     scope = PurgeScope.EVERYTHING if everything else PurgeScope.CHOSEN
-    with _bar("removing blocks", total=count) as advance_to:
+    with bar("removing blocks", TaskProgressColumn(), total=count) as advance_to:
         removed_count, removed_bytes = store.purge(
             choose,
             scope=PurgeScope.CLEAR_TEXT if unencrypted else scope,
             progress=lambda done, _: advance_to(done),
         )
-    if as_json:
-        print_json({"removed": removed_count, "size_bytes": removed_bytes})
-    else:
-        out.print(f"{removed_count} files removed, {size_text(removed_bytes)} freed")
+    told = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
+    show({"removed": removed_count, "size_bytes": removed_bytes}, told, as_json=as_json)
 
 
 def _open(directory: Path | None) -> OfflineStore:
@@ -276,17 +275,3 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     for row in cells:
         table.add_row(*map(Text, row))
     return table
-
-
-@contextlib.contextmanager
-def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error while something long runs; yields a function that sets how far it is."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done)

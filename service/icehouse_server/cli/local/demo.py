@@ -54,7 +54,10 @@ def run_demo(*, question: str, max_output_tokens: int) -> bool:
     story = long_prompt()
     with tempfile.TemporaryDirectory(prefix="icehouse-demo-") as name:
         scratch = Path(name)
-        with serving(f"starting a server for {folder.name}", scratch=scratch) as (client, address):
+        with serving(f"starting a server for {folder.name}", scratch=scratch, model=SMOLLM2.name) as (
+            client,
+            address,
+        ):
             err.print(f"[dim]serving {folder.name} at {address}[/]")
             with failing_call_ends(address):
                 _show_answer(client, question, max_output_tokens=max_output_tokens)
@@ -63,7 +66,10 @@ def run_demo(*, question: str, max_output_tokens: int) -> bool:
                     _ask(client, story, name="from RAM", status="sending it again"),
                 ]
         restarting = "starting another server on the same cache directory"
-        with serving(restarting, scratch=scratch) as (client, address), failing_call_ends(address):
+        with (
+            serving(restarting, scratch=scratch, model=SMOLLM2.name) as (client, address),
+            failing_call_ends(address),
+        ):
             passes.append(_ask(client, story, name="from SSD", status="sending it once more"))
     _show_comparison(story, passes)
     err.print("[dim]the server has stopped; start your own with[/] icehouse serve")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from icehouse_client import Conversation, Options
-from icehouse_client.cli.chat.chat import Quiet, System, converse
+from icehouse_client.cli.chat import Quiet, System, converse
 from icehouse_client.cli.connection import Server, failing_call_ends
 from icehouse_client.cli.console import EXIT_INTERRUPTED, AsJson
 from icehouse_client.cli.generate import answer_options_of

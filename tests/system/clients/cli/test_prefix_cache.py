@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse.v1 import cache_service_pb2, usage_pb2
 from icehouse_client.cli.console import UsageError
-from icehouse_client.cli.prefix_cache import LIMITS, bar, explanation
+from icehouse_client.cli.prefix_cache import LIMITS, explanation, parts_bar
 from icehouse_server.domain.cache_commands import (
     EvictReport,
     Explain,
@@ -127,10 +127,10 @@ async def test_a_server_without_a_cache_says_so() -> None:
 
 
 def test_a_bar_is_as_long_as_it_may_be_and_shows_what_is_little() -> None:
-    assert bar([("█", 999), ("▓", 1), ("░", 0)], width=10).plain == "█████████▓"
-    thirds = bar([("█", 1), ("▓", 1), ("░", 1)], width=10).plain
+    assert parts_bar([("█", 999), ("▓", 1), ("░", 0)], width=10).plain == "█████████▓"
+    thirds = parts_bar([("█", 1), ("▓", 1), ("░", 1)], width=10).plain
     assert len(thirds) == 10 and set(thirds) == {"█", "▓", "░"}
-    assert bar([("█", 0)], width=10).plain == ""
+    assert parts_bar([("█", 0)], width=10).plain == ""
 
 
 def test_every_limit_of_reuse_has_its_words() -> None:

@@ -31,44 +31,37 @@ class Server:
     address: str
 
 
-def _option(flag: str, variable: str, help: str) -> Any:
-    return typer.Option(flag, envvar=f"ICEHOUSE_CLIENT_{variable}", help=help, rich_help_panel="Server")
+def _option(variable: str, help: str, *flags: str) -> Any:
+    return typer.Option(*flags, envvar=f"ICEHOUSE_CLIENT_{variable}", help=help, rich_help_panel="Server")
 
 
 @contextlib.contextmanager
 def server_of(
     context: typer.Context,
     address: Annotated[
-        str | None,
-        _option("--address", "ADDRESS", "host:port or unix:/path; by default where `serve` would listen."),
+        str | None, _option("ADDRESS", "host:port or unix:/path; by default where `serve` would listen.")
     ] = None,
     token: Annotated[
-        Path | None,
-        _option("--token", "TOKEN_FILE", "File with the bearer token; an operator's may do everything."),
+        Path | None, _option("TOKEN_FILE", "File with the bearer token; an operator's may do everything.")
     ] = None,
     tls: Annotated[
         bool,
         _option(
-            "--tls",
             "TLS",
             "The server has TLS with a certificate of a public authority; --ca and --certificate imply it.",
+            "--tls",
         ),
     ] = False,
     ca: Annotated[
-        Path | None,
-        _option("--ca", "CA", "PEM file with the authorities that signed the server's certificate."),
+        Path | None, _option("CA", "PEM file with the authorities that signed the server's certificate.")
     ] = None,
     certificate: Annotated[
         Path | None,
         _option(
-            "--certificate",
-            "CERTIFICATE",
-            "PEM file with your own certificate chain, for a server that asks for one (mTLS).",
+            "CERTIFICATE", "PEM file with your own certificate chain, for a server that asks for one (mTLS)."
         ),
     ] = None,
-    key: Annotated[
-        Path | None, _option("--key", "KEY", "PEM file with your certificate's private key.")
-    ] = None,
+    key: Annotated[Path | None, _option("KEY", "PEM file with your certificate's private key.")] = None,
 ) -> Iterator[Server]:
     """Yield the server that the options name: the group of every command that asks one.
 

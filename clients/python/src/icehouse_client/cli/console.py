@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Annotated, Any
 
 import typer
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 EXIT_FAILURE = 1
@@ -117,10 +119,21 @@ def confirm(question: str) -> None:
         raise typer.Abort
 
 
-def facts_table(*rows: tuple[str, RenderableType]) -> Table:
-    """Return a line for each fact, its dimmed name before it."""
+@contextlib.contextmanager
+def bar(what: str, shown: ProgressColumn, *, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error while something long runs; yields what is told of done and of all."""
+    columns = (TextColumn("{task.description}"), BarColumn(), shown, TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done, total=total: progress.update(task, completed=done, total=total)
+
+
+def facts_table(
+    *rows: tuple[str, RenderableType], style: str = "dim", justify: JustifyMethod = "left"
+) -> Table:
+    """Return a line for each fact, its name, dimmed unless another style is named, before it."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
+    table.add_column(style=style, justify=justify)
     for row in rows:
         table.add_row(*row)
     return table

@@ -6,6 +6,7 @@ What an answer may be asked for and what it cost is alike for every command that
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import typer
@@ -18,24 +19,16 @@ from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
 from icehouse_client.requests import Options
 from icehouse_client.results import Reply, Usage
 
-_MOST_TOKENS = 2**31 - 1
-"""What a request can say; the server's own limit is far below."""
+_count = functools.partial(typer.Option, max=2**31 - 1)
+"""A number that a request can say; the server's own limit is far below."""
 
 
 def answer_options_of(
     max_output_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=_MOST_TOKENS, help="Most tokens to generate; by default the server's choice."
-        ),
+        int | None, _count(min=1, help="Most tokens to generate; by default the server's choice.")
     ] = None,
     max_reasoning_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=_MOST_TOKENS,
-            help="Most tokens to think with before a chat's answer; 0 answers at once.",
-        ),
+        int | None, _count(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
@@ -62,7 +55,7 @@ def generate(
 ) -> None:
     """Stream a continuation of TEXT from a running server."""
     options: Options = {**answer, **prompt.options}
-    with server.client.stream(prompt.read_around(suffix), **options) as stream:
+    with server.client.stream(prompt.read(suffix), **options) as stream:
         for text in stream:
             if not as_json:
                 print_text(text)

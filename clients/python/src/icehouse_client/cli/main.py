@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from icehouse_client.cli import console, prefix_cache, server, texts
-from icehouse_client.cli.chat.chat import chat
+from icehouse_client.cli.chat import chat
 from icehouse_client.cli.generate import generate
 from icehouse_client.cli.top import top
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
 from typing import Annotated
 
 import typer
-from icehouse.v1.cache_service_pb2 import EvictProgress, ExplainResponse, PinResponse, UnpinResponse
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from icehouse.v1.cache_service_pb2 import ExplainResponse, PinResponse, UnpinResponse
+from rich.progress import MofNCompleteColumn
 from rich.text import Text
 
 from icehouse_client.cli.connection import Server, server_of
-from icehouse_client.cli.console import AsJson, confirm, err, out, printable, show
+from icehouse_client.cli.console import AsJson, bar, confirm, out, printable, show
 from icehouse_client.cli.figures import duration_text, size_text
 from icehouse_client.cli.generate import cost_text
 from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.prompt import GivenPrompt, prompt_of
-from icehouse_client.results import reuse_limit_name, usage_from
+from icehouse_client.results import reuse_limit_name, seconds, usage_from
 
 _WIDTH_LIMIT = 72
 _RAM, _SSD, _COMPUTE = "█", "▓", "░"
@@ -50,7 +49,7 @@ def explain(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> Non
 def warm(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
     """Have the server compute a prompt and keep it, without an answer."""
     asked = prompt.read()
-    with _bar("computing the prompt") as advance:
+    with bar("computing the prompt", MofNCompleteColumn()) as advance:
         done = server.client.cache.warm(
             asked,
             on_progress=lambda now: advance(now.processed_tokens, now.prompt_tokens),
@@ -84,21 +83,15 @@ def evict(
     as_json: AsJson = False,
 ) -> None:
     """Remove a prompt's cached blocks from RAM and SSD, pinned ones too."""
-    if everything and prompt.is_given:
+    if everything and prompt.prompt is not None:
         raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")
     if everything and not yes:
         confirm(f"Remove everything that {server.address} has cached?")
     asked = None if everything else prompt.read()
-    with _bar("removing blocks") as advance:
-
-        def on_progress(now: EvictProgress) -> None:
-            advance(now.processed_block_count, now.block_count)
-
-        cache = server.client.cache
-        if asked is None:
-            done = cache.evict_all(on_progress=on_progress)
-        else:
-            done = cache.evict(asked, on_progress=on_progress, **prompt.options)
+    cache = server.client.cache
+    order = cache.evict_all if asked is None else functools.partial(cache.evict, asked, **prompt.options)
+    with bar("removing blocks", MofNCompleteColumn()) as advance:
+        done = order(on_progress=lambda now: advance(now.processed_block_count, now.block_count))
     told = (
         f"removed: {done.ram_block_count:,} blocks from RAM ({size_text(done.ram_bytes)}), "
         f"{done.ssd_block_count:,} from SSD ({size_text(done.ssd_bytes)})"
@@ -110,32 +103,23 @@ def _blocks(done: PinResponse | UnpinResponse) -> str:
     return f"{done.block_count:,} blocks with {done.token_count:,} tokens, {size_text(done.size_bytes)}"
 
 
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error while something long runs; yields what is told of done and of all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def explanation(found: ExplainResponse, *, width: int) -> Text:
     """Return a bar of where a prompt's tokens come from, then the time, and why not more is reused."""
     report = found.cache
     compute = found.prompt_tokens - report.cached_tokens
     parts = [(_RAM, report.ram_tokens, "from RAM"), (_SSD, report.ssd_tokens, "from SSD")]
     parts.append((_COMPUTE, compute, "to compute"))
-    text = bar([(mark, count) for mark, count, _ in parts], width=min(width, _WIDTH_LIMIT))
+    text = parts_bar([(mark, count) for mark, count, _ in parts], width=min(width, _WIDTH_LIMIT))
     text.append(f"\n{found.prompt_tokens:,} tokens: ")
     for index, (mark, count, what) in enumerate(parts):
         text.append("   " if index else "")
         text.append(mark, style=_STYLES[mark])
         text.append(f" {count:,} {what}")
     if found.HasField("predicted_time_to_first_token"):
-        soon = found.predicted_time_to_first_token.ToNanoseconds() / 1e9
+        soon = seconds(found.predicted_time_to_first_token)
         text.append(f"\nfirst token in about {duration_text(soon)}")
         if found.HasField("predicted_time_to_first_token_cold"):
-            cold = found.predicted_time_to_first_token_cold.ToNanoseconds() / 1e9
+            cold = seconds(found.predicted_time_to_first_token_cold)
             text.append(f", without the cache {duration_text(cold)}")
     else:
         text.append("\nno time is predicted yet: this server has measured no prompt")
@@ -154,7 +138,7 @@ def explanation(found: ExplainResponse, *, width: int) -> Text:
     return text
 
 
-def bar(parts: list[tuple[str, int]], *, width: int) -> Text:
+def parts_bar(parts: list[tuple[str, int]], *, width: int) -> Text:
     """Return a bar of so many columns; what is there at all has one at least."""
     total = sum(count for _, count in parts)
     columns = {mark: max(1, round(count * width / total)) for mark, count in parts if count}

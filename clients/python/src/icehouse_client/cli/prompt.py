@@ -17,8 +17,6 @@ from icehouse_client.cli.option_groups import said
 from icehouse_client.conversation import Conversation
 from icehouse_client.requests import Prompt, PromptOptions
 
-STANDARD_INPUT = "-"
-
 _option = functools.partial(typer.Option, rich_help_panel="Prompt")
 _named = functools.partial(_option, show_default=False)
 
@@ -36,53 +34,21 @@ ImageDetail = Literal["auto", "low", "high"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """What the command line says of a prompt."""
+    """What the command line says of a prompt; `prompt` is None where it names none."""
 
-    text: str | None
-    is_chat: bool
-    system: str
-    messages: Path | None
-    token_ids: str | None
-    images: tuple[Path, ...]
-    image_detail: ImageDetail
+    prompt: Prompt | None
     options: PromptOptions
     """What goes with it to the client."""
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is one at all."""
-        return any(way is not None for way in (self.text, self.messages, self.token_ids))
-
-    def read_around(self, suffix: str | None) -> Prompt:
-        """As `read`; with a suffix the prompt is the gap between TEXT and it."""
-        prefix = self.read()
-        if suffix is None:
-            return prefix
-        if not isinstance(prefix, str):
-            raise typer.BadParameter("--suffix is behind TEXT, which is no turn of a chat")
-        return Infill(prefix, suffix)
-
-    def read(self) -> Prompt:
-        """Return the prompt; raises BadParameter for none or two, UsageError for a file that is none."""
-        if [self.text, self.messages, self.token_ids].count(None) != 2:
+    def read(self, suffix: str | None = None) -> Prompt:
+        """Return the prompt, with a suffix the gap between TEXT and it; raises BadParameter for none."""
+        if self.prompt is None:
             raise typer.BadParameter("say one of TEXT (- for standard input), --messages and --tokens")
-        if self.images and self.text is None:
-            raise typer.BadParameter("--image shows a picture with TEXT")
-        if self.token_ids is not None:
-            return read_token_ids(self.token_ids)
-        if self.messages is not None:
-            talk = read_conversation(self.messages)
-            if not talk:
-                raise _no_conversation(self.messages, "there is no message in it")
-            talk.system = self.system or talk.system
-            return talk
-        text = sys.stdin.read() if self.text == STANDARD_INPUT else self.text or ""
-        if not (self.is_chat or self.system or self.images):
-            return text
-        talk = Conversation(system=self.system)
-        pictures = [Image(_read(path, "a picture"), detail=self.image_detail) for path in self.images]
-        talk.say(text, images=pictures)
-        return talk
+        if suffix is None:
+            return self.prompt
+        if not isinstance(self.prompt, str):
+            raise typer.BadParameter("--suffix is behind TEXT, which is no turn of a chat")
+        return Infill(self.prompt, suffix)
 
 
 def prompt_of(
@@ -109,9 +75,37 @@ def prompt_of(
     adapter: Annotated[str, _named(help=_ADAPTER)] = "",
     tenant: Annotated[str, _named(help="Whose prompt it is, for operators.")] = "",
 ) -> GivenPrompt:
-    """Return what is said of the prompt: the group of every command about one."""
+    """Return what is said of the prompt: the group of every command about one.
+
+    Raises BadParameter for two prompts, UsageError for a file that is none.
+    """
     options = said(model=model, adapter=adapter, tenant=tenant)
-    return GivenPrompt(text, chat, system, messages, tokens, tuple(image or ()), image_detail, options)
+    if (text, messages, tokens).count(None) < 2:
+        raise typer.BadParameter("say one of TEXT (- for standard input), --messages and --tokens")
+    if image and text is None:
+        raise typer.BadParameter("--image shows a picture with TEXT")
+    if tokens is not None:
+        return GivenPrompt(read_token_ids(tokens), options)
+    if messages is not None:
+        talk = read_conversation(messages)
+        if not talk:
+            raise _no_conversation(messages, "there is no message in it")
+        talk.system = system or talk.system
+        return GivenPrompt(talk, options)
+    if text is None:
+        return GivenPrompt(None, options)
+    text = given_text(text)
+    if not (chat or system or image):
+        return GivenPrompt(text, options)
+    talk = Conversation(system=system)
+    pictures = [Image(_read(path, "a picture"), detail=image_detail) for path in image or ()]
+    talk.say(text, images=pictures)
+    return GivenPrompt(talk, options)
+
+
+def given_text(word: str) -> str:
+    """Return an argument, or all of standard input where it is `-`."""
+    return sys.stdin.read() if word == "-" else word
 
 
 def read_conversation(path: Path) -> Conversation:

@@ -26,6 +26,7 @@ from icehouse_client.cli.console import (
 from icehouse_client.cli.figures import age_text, size_text
 from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.top import rates_between, screen
+from icehouse_client.results import seconds
 
 _asks_a_server = with_groups(server=server_of)
 
@@ -54,7 +55,7 @@ def info(server: Server, as_json: AsJson = False) -> None:
     shown = facts_table(
         ("version", found.version),
         ("state", _words(facts["state"], "SERVER_STATE_")),
-        ("up", age_text(found.uptime.ToNanoseconds() / 1e9)),
+        ("up", age_text(seconds(found.uptime))),
         ("features", ", ".join(features) or "none"),
         *((name, f"{int(limit):,}") for name, limit in facts["limits"].items()),
     )
@@ -76,7 +77,7 @@ def requests(server: Server, as_json: AsJson = False) -> None:
             each.method.rpartition("/")[2],
             Text(printable(each.tenant)),
             _words(facts_of(each)["phase"], "REQUEST_PHASE_"),
-            age_text(each.age.ToNanoseconds() / 1e9),
+            age_text(seconds(each.age)),
             f"{each.prompt_tokens:,}",
             f"{each.cached_tokens:,}",
             f"{each.output_tokens:,} of {each.max_output_tokens * each.part_count:,}",

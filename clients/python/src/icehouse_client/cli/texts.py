@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from icehouse_client.chat import Infill
 from icehouse_client.cli.connection import Server, server_of
-from icehouse_client.cli.console import AsJson, out, print_json, print_text, printable, show
+from icehouse_client.cli.console import AsJson, facts_table, out, print_json, print_text, printable, show
 from icehouse_client.cli.option_groups import said, with_groups
 from icehouse_client.cli.prompt import (
-    STANDARD_INPUT,
     Adapter,
     GivenPrompt,
     Model,
     Suffix,
+    given_text,
     prompt_of,
     read_token_ids,
 )
@@ -38,17 +36,15 @@ def tokenize(
     as_json: AsJson = False,
 ) -> None:
     """Show the tokens of a text or of a conversation, as the model is given them."""
-    asked = prompt.read_around(suffix)
+    asked = prompt.read(suffix)
     if not isinstance(asked, str | Conversation | Infill):
         raise typer.BadParameter("--tokens are tokens already; say TEXT or --messages")
     tokens = server.client.tokenize(asked, model=prompt.options.get("model", ""))
     if ids and not as_json:
         out.print(",".join(str(token.id) for token in tokens), markup=False)
         return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right")
-    for token in tokens:
-        table.add_row(str(token.id), Text(printable(token.piece)))
+    pieces = ((str(token.id), Text(printable(token.piece))) for token in tokens)
+    table = facts_table(*pieces, style="", justify="right")
     facts = [{"id": token.id, "piece": token.piece} for token in tokens]
     show(facts, Group(table, f"{len(tokens):,} tokens"), as_json=as_json)
 
@@ -62,7 +58,7 @@ def detokenize(
     as_json: AsJson = False,
 ) -> None:
     """Print the text of tokens, without those that begin, end or pad a text."""
-    token_ids = read_token_ids(sys.stdin.read() if tokens == STANDARD_INPUT else tokens)
+    token_ids = read_token_ids(given_text(tokens))
     text = server.client.detokenize(token_ids)
     if as_json:
         print_json({"text": text})
@@ -86,7 +82,7 @@ def embed(
     as_json: AsJson = False,
 ) -> None:
     """Print the vector of each text: a line for each, or with --json a list with the texts."""
-    inputs = sys.stdin.read().splitlines() if texts == [STANDARD_INPUT] else texts
+    inputs = given_text("-").splitlines() if texts == ["-"] else texts
     options = said(model=model, adapter=adapter, pooling=pooling, dimensions=dimensions, normalize=normalize)
     vectors = server.client.embed(inputs, **options)
     pairs = [{"text": text, "vector": v} for text, v in zip(inputs, vectors, strict=True)]

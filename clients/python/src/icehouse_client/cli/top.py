@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icehouse_client.cli.connection import Server, failure_text, server_of
-from icehouse_client.cli.console import AsJson, out, print_json, printable, table
+from icehouse_client.cli.console import AsJson, facts_table, out, print_json, printable, table
 from icehouse_client.cli.figures import age_text, duration_text, share_text, size_text
 from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.errors import IcehouseClientError
@@ -140,12 +140,7 @@ def rates_between(earlier: CacheStatsResponse | None, later: CacheStatsResponse)
 
 
 def screen(
-    stats: CacheStatsResponse,
-    rates: Rates,
-    *,
-    address: str,
-    history: Sequence[float] = (),
-    notice: str = "",
+    stats: CacheStatsResponse, rates: Rates, *, address: str, history: Sequence[float] = (), notice: str = ""
 ) -> RenderableType:
     """Return the whole screen; `history` is of output tokens per second, `notice` a line of trouble."""
     title = Text.assemble(("icehouse ", "bold"), address)
@@ -174,40 +169,29 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
     is_full = engine.waiting_limit > 0 and engine.waiting_count >= 0.8 * engine.waiting_limit
-    grid.add_row(
-        "requests",
-        Text.assemble(
-            f"{engine.decoding_count} of {engine.decoding_limit} decoding, "
-            f"{engine.prefilling_count} in prefill, {engine.loading_count} loading, ",
-            (f"{engine.waiting_count} of {engine.waiting_limit} waiting", _ALARM if is_full else ""),
-        ),
+    requests = Text.assemble(
+        f"{engine.decoding_count} of {engine.decoding_limit} decoding, "
+        f"{engine.prefilling_count} in prefill, {engine.loading_count} loading, ",
+        (f"{engine.waiting_count} of {engine.waiting_limit} waiting", _ALARM if is_full else ""),
     )
-    grid.add_row(
-        "per second",
-        Text.assemble(
-            f"{rates.finished_per_s:.1f} finished, ",
-            (f"{rates.refused_per_s:.1f} refused or failed", _ALARM if rates.refused_per_s > 0 else ""),
-        ),
+    ends = Text.assemble(
+        f"{rates.finished_per_s:.1f} finished, ",
+        (f"{rates.refused_per_s:.1f} refused or failed", _ALARM if rates.refused_per_s > 0 else ""),
     )
-    grid.add_row(
-        "tokens/s",
-        Text.assemble(
-            (f"{rates.output_tokens_per_s:,.0f}", "bold"),
-            f" written, {rates.prefill_tokens_per_s:,.0f} prefilled, {rates.reused_tokens_per_s:,.0f} reused "
-            f"({share_text(rates.hit_ratio)})  ",
-            (sparkline(history), "cyan"),
-        ),
+    tokens = Text.assemble(
+        (f"{rates.output_tokens_per_s:,.0f}", "bold"),
+        f" written, {rates.prefill_tokens_per_s:,.0f} prefilled, {rates.reused_tokens_per_s:,.0f} reused "
+        f"({share_text(rates.hit_ratio)})  ",
+        (sparkline(history), "cyan"),
     )
-    memory = size_text(engine.active_memory_bytes)
-    if engine.memory_limit_bytes:
-        memory += f" of {size_text(engine.memory_limit_bytes)}"
     p50, p99 = (duration_text(seconds(step)) for step in (engine.decode_step_p50, engine.decode_step_p99))
-    grid.add_row("decode step", f"{p50}, 1 in 100 over {p99} · memory {memory}")
-    return grid
+    step = f"{p50}, 1 in 100 over {p99} · memory {size_text(engine.active_memory_bytes)}"
+    if engine.memory_limit_bytes:
+        step += f" of {size_text(engine.memory_limit_bytes)}"
+    return facts_table(
+        ("requests", requests), ("per second", ends), ("tokens/s", tokens), ("decode step", step)
+    )
 
 
 def _tiers(cache: CacheStats) -> Table:
