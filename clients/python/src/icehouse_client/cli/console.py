@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 import unicodedata
 from collections.abc import Callable, Container, Iterator
@@ -42,8 +41,6 @@ class UsageError(Exception):
 
 def run(app: Callable[[], object]) -> None:
     """Run a command line: whatever the terminal's encoding, and with one line for a UsageError."""
-    # gRPC's C core writes lines of its own; our errors say what it would.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         # A terminal of another encoding shows a question mark for what it lacks; nothing may end by that.
         if isinstance(stream, io.TextIOWrapper):
