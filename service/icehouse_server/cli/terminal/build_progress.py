@@ -25,6 +25,7 @@ _PHASES = {
 @contextlib.contextmanager
 def build_progress() -> Iterator[OnProgress]:
     """Show a demo model being made. Nothing is shown as long as `on_progress` is not called."""
+    columns = (TextColumn("  {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         progress: Progress | None = None
         tasks: dict[tuple[str, str], TaskID] = {}
@@ -32,7 +33,7 @@ def build_progress() -> Iterator[OnProgress]:
         def on_progress(now: BuildProgress) -> None:
             nonlocal progress
             if progress is None:
-                progress = stack.enter_context(_progress())
+                progress = stack.enter_context(Progress(*columns, console=err))
             key, model = (now.model.name, now.phase), now.model
             if all(name != model.name for name, _ in tasks):
                 made = f"making the demo model once: {escape(model.title)}, {escape(model.licence)}"
@@ -42,8 +43,3 @@ def build_progress() -> Iterator[OnProgress]:
             progress.update(tasks[key], completed=now.done)
 
         yield on_progress
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("  {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err)

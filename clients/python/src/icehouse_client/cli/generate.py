@@ -69,7 +69,10 @@ def generate(
 
 def cost_text(usage: Usage, finish_reason: str) -> str:
     """Return the cost of a call in one line: what was reused and from where, how long it took, how fast."""
-    parts = [f"{usage.prompt_tokens:,} prompt tokens, {_reused_text(usage.ram_tokens, usage.ssd_tokens)}"]
+    tiers = ((usage.ram_tokens, "RAM"), (usage.ssd_tokens, "SSD"))
+    told = ", ".join(f"{count:,} from {tier}" for count, tier in tiers if count)
+    reused = f"{usage.ram_tokens + usage.ssd_tokens:,} cached" + (f" ({told})" if told else "")
+    parts = [f"{usage.prompt_tokens:,} prompt tokens, {reused}"]
     if usage.output_tokens:
         parts.append(f"first token after {duration_text(usage.ttft_s)}")
         rate = (usage.output_tokens - 1) / usage.decode_s if usage.decode_s > 0 else 0.0
@@ -77,12 +80,6 @@ def cost_text(usage: Usage, finish_reason: str) -> str:
     else:
         parts.append(f"{duration_text(usage.total_s)} in all")
     return " · ".join((*parts, finish_reason.replace("_", " ").lower()))
-
-
-def _reused_text(ram_tokens: int, ssd_tokens: int) -> str:
-    sources = [(ram_tokens, "RAM"), (ssd_tokens, "SSD")]
-    told = ", ".join(f"{count:,} from {tier}" for count, tier in sources if count)
-    return f"{ram_tokens + ssd_tokens:,} cached" + (f" ({told})" if told else "")
 
 
 def reply_facts(reply: Reply) -> dict[str, object]:

@@ -115,6 +115,10 @@ def health(
 
 
 def _model_table(model: Model) -> Table:
+    told = model.reply_format
+    calls = f"calls as {told.calls}" if told.calls else "no calls"
+    reasoning = f"reasoning from {told.reasoning_start}" if told.reasoning_start else "no reasoning"
+    images = "yes, each in one pass" if model.runs_images_whole else "yes"
     kv = size_text(model.kv_bytes_per_token) if model.kv_bytes_per_token else "not known"
     return facts_table(
         ("model", model.id),
@@ -126,28 +130,13 @@ def _model_table(model: Model) -> Table:
         ("context", f"{model.context_tokens:,} tokens"),
         ("KV", f"{kv} a token"),
         ("chats", "yes" if model.has_chat_template else "no: it has no chat template"),
-        ("replies", _replies(model)),
-        ("images", _images(model)),
+        ("replies", f"{calls}, {reasoning}"),
+        ("images", images if model.reads_images else "no"),
         ("passes", _passes(model)),
         ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
         ("adapters", ", ".join(adapter.name for adapter in model.adapters) or "none"),
         ("cache", model.fingerprint[:8] or "none is kept"),
     )
-
-
-def _replies(model: Model) -> str:
-    """What of its replies is told apart."""
-    format = model.reply_format
-    calls = f"calls as {format.calls}" if format.calls else "no calls"
-    return (
-        f"{calls}, {f'reasoning from {format.reasoning_start}' if format.reasoning_start else 'no reasoning'}"
-    )
-
-
-def _images(model: Model) -> str:
-    if not model.reads_images:
-        return "no"
-    return "yes, each in one pass" if model.runs_images_whole else "yes"
 
 
 def _passes(model: Model) -> str:

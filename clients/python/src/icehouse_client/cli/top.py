@@ -96,14 +96,14 @@ def looks(server: Server, *, interval_s: float) -> Iterator[tuple[CacheStatsResp
 class Rates:
     """Per second. `hit_ratio` is of prompt tokens, None when no prompt was looked up meanwhile."""
 
-    finished_per_s: float = 0.0
-    refused_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    reused_tokens_per_s: float = 0.0
-    written_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
-    hit_ratio: float | None = None
+    finished_per_s: float
+    refused_per_s: float
+    output_tokens_per_s: float
+    prefill_tokens_per_s: float
+    reused_tokens_per_s: float
+    written_bytes_per_s: float
+    read_bytes_per_s: float
+    hit_ratio: float | None
 
 
 def rates_between(earlier: CacheStatsResponse | None, later: CacheStatsResponse) -> Rates:
@@ -111,8 +111,6 @@ def rates_between(earlier: CacheStatsResponse | None, later: CacheStatsResponse)
 
     A server that was restarted in between has smaller totals: its rates are since its start too.
     """
-    if not later.HasField("engine"):
-        return Rates()
     elapsed_s = seconds(later.engine.uptime)
     if earlier is None or not earlier.HasField("engine") or seconds(earlier.engine.uptime) > elapsed_s:
         earlier = CacheStatsResponse()
