@@ -55,7 +55,7 @@ CLIENT = Distribution(
     folder="clients/python",
     package="icehouse_client",
     files=("icehouse_client/py.typed", "icehouse_client/service_config.json"),
-    imports="icehouse_client",
+    imports="icehouse_client, icehouse_client.cli.main",
     needs=("icehouse-protos",),
 )
 SERVER = Distribution(
@@ -68,6 +68,7 @@ SERVER = Distribution(
         "icehouse_server/telemetry/status_page/page.html",
     ),
     imports="icehouse_server.cli.main, icehouse_server.storage.local.tier",
+    needs=("icehouse-client", "icehouse-protos"),
 )
 DISTRIBUTIONS = (PROTOS, CLIENT, SERVER)
 _COMMANDS = (("--help",), ("demo", "--help"), ("version",))
@@ -152,6 +153,7 @@ class Environment:
         for arguments in _COMMANDS:
             _run([str(self._bin / "icehouse"), *arguments], cwd=folder)
             _run([str(self._bin / "python"), "-m", "icehouse_server.cli.main", *arguments], cwd=folder)
+        _run([str(self._bin / "icehouse-client"), "--help"], cwd=folder)
         print("the commands run beside a folder `service` with an __init__.py")
 
     def _check_record(self, distribution: Distribution) -> None:

@@ -237,6 +237,7 @@ def main() -> int:
         serving(
             "starting a server",
             scratch=Path(scratch),
+            model=SMOLLM2.name,
             options=["--adapters", f"poetry={write_adapter(Path(scratch) / 'poetry', model_folder)}"],
         ) as (_, address),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from icehouse_server.bootstrap.model_source import locate_model
-from icehouse_server.cli.terminal.console import build_progress
+from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.config import ModelConfig
 
 from bench.random_model import RandomModel, make_random_model

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from icehouse_server.cli.terminal.console import complain, err, out
+from icehouse_client.cli.console import complain, err, out
 from icehouse_server.errors import IcehouseError, extra_command
 
 from bench.fleet.chat import Answer, ChatFailed, chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 
-from tests.tidy.tree import SERVER, Module, imports_of, modules, nodes_of
+from tests.tidy.tree import CLIENT, SERVER, Module, imports_of, modules, nodes_of
 
 PACKAGE = "icehouse_server"
 
@@ -65,9 +65,6 @@ ROOMS = (
     "cli.terminal",
     "cli.cache",
     "cli.doctor",
-    "cli.top",
-    "cli.client",
-    "cli.client.chat",
     "cli.local",
     "cli.service",
     "cli",
@@ -106,8 +103,8 @@ OWNERS = {
     "grpc_reflection": ("rpc.reflection",),
     "grpc_status": ("rpc.calls.status",),
     "google": ("rpc.",),
-    "icehouse": ("rpc.", "cli.client."),
-    "icehouse_client": ("cli.client.", "cli.local."),
+    "icehouse": ("rpc.",),
+    "icehouse_client": ("cli.",),
     "jinja2": ("text.chat.template",),
     "jsonschema": ("text.values.validation",),
     "referencing": ("text.values.validation",),
@@ -229,6 +226,21 @@ def test_outside_the_manifest_sqlite_is_an_error_to_catch_and_nothing_else() -> 
         if not node.attr.endswith("Error") and not node.attr.startswith("SQLITE_")
     }
     assert used == set()
+
+
+TERMINAL = ("typer.", "rich.", "icehouse_client.cli.")
+"""What the client's extra `cli` is made of."""
+
+
+def test_the_client_knows_nothing_of_the_server_nor_of_its_own_command_line() -> None:
+    wrong = [
+        f"{module.path}:{line}: {name}"
+        for module in modules(CLIENT)
+        for line, name in imports_of(module)
+        if name.startswith(PACKAGE)
+        or (not module.folder.startswith("cli") and f"{name}.".startswith(TERMINAL))
+    ]
+    assert wrong == []
 
 
 def test_nothing_below_tests_or_bench_is_imported_by_the_service() -> None:

@@ -39,6 +39,9 @@ class Module:
 
 
 SERVER = "service/icehouse_server"
+CLIENT = "clients/python/src/icehouse_client"
+COMMANDS = f"{CLIENT}/cli"
+"""What asks a server from a terminal."""
 
 
 @functools.cache
@@ -49,7 +52,8 @@ def modules(folder: str) -> tuple[Module, ...]:
         relative = path.relative_to(ROOT)
         if any(_is_skipped(part) for part in relative.parts):
             continue
-        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__").removeprefix("service.")
+        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        name = name.removeprefix("service.").removeprefix("clients.python.src.")
         text = path.read_text(encoding="utf-8")
         found.append(Module(name, relative, text, ast.parse(text)))
     assert found, f"{folder} has no Python files"

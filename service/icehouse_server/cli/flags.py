@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from icehouse_client.cli.console import out, print_json
+from icehouse_client.cli.figures import size_text
+from icehouse_client.cli.option_groups import with_groups
 from typer.core import TyperCommand, TyperOption
 
-from icehouse_server.cli.terminal.console import out, print_json
-from icehouse_server.cli.terminal.option_groups import with_groups
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
-from icehouse_server.config.setting import Kind, Setting, size_text
+from icehouse_server.config.setting import Kind, Setting
 
 _PANELS = {
     "server": "Server",

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from icehouse_client.cli.console import AsJson, out, show
 
 from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, new_key_text, read_master_key
-from icehouse_server.cli.terminal.console import AsJson, out, print_json
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
 
@@ -19,10 +19,7 @@ app = typer.Typer(help="Make and change the key that blocks on SSD are encrypted
 def new(as_json: AsJson = False) -> None:
     """Print a new random key, to be kept in a private file or in a keychain."""
     made = new_key_text()
-    if as_json:
-        print_json({"key": made})
-    else:
-        out.print(made, markup=False)
+    show({"key": made}, made, as_json=as_json)
 
 
 @app.command()

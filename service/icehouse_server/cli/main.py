@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import sys
 from typing import Annotated
 
 import typer
+from icehouse_client.cli import console
+from icehouse_client.cli import main as client
+from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 
 from icehouse_server.bootstrap.preload import load_openblas
 from icehouse_server.cli import flags, key, token
 from icehouse_server.cli.cache import commands
-from icehouse_server.cli.client import prefix_cache, server, texts
-from icehouse_server.cli.client.chat.chat import chat
-from icehouse_server.cli.client.generate import generate
-from icehouse_server.cli.client.health import health
-from icehouse_server.cli.client.top import top
 from icehouse_server.cli.flags import SettingsCommand, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import commands as service_commands
-from icehouse_server.cli.terminal.console import AsJson, complain, out, print_json
 from icehouse_server.cli.terminal.logs import setup_logging
-from icehouse_server.config import LoadedConfig
-from icehouse_server.config.load import keep_attention_plans, quiet_grpc
+from icehouse_server.config import LoadedConfig, load_config
+from icehouse_server.config.load import keep_attention_plans
 from icehouse_server.errors import ConfigError, IcehouseError
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-
-CLIENT_PACKAGE = "icehouse_client"
-"""What the commands that ask a server stand on; `serve` does without."""
 
 DEMO_QUESTION = "What is the capital of France?"
 
@@ -84,25 +74,9 @@ def demo(
         raise typer.Exit(EXIT_FAILURE)
 
 
-app.command("generate")(generate)
-app.command("chat")(chat)
 app.command("run")(run)
 app.command("bench")(bench)
-app.command("models")(server.models)
-app.command("explain")(prefix_cache.explain)
-app.command("warm")(prefix_cache.warm)
-app.command("pin")(prefix_cache.pin)
-app.command("unpin")(prefix_cache.unpin)
-app.command("evict")(prefix_cache.evict)
-app.command("stats")(server.stats)
-app.command("info")(server.info)
-app.command("requests")(server.requests)
-app.command("cancel")(server.cancel)
-app.command("tokenize")(texts.tokenize)
-app.command("detokenize")(texts.detokenize)
-app.command("embed")(texts.embed)
-app.command("top")(top)
-app.command("health")(health)
+app.registered_commands += client.app.registered_commands
 app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
 app.command("config", cls=SettingsCommand)(with_settings(_config))
 app.add_typer(commands.app, name="cache")
@@ -115,10 +89,7 @@ app.add_typer(service_commands.app, name="service")
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
     found = importlib.metadata.version("icehouse")
-    if as_json:
-        print_json({"version": found})
-    else:
-        out.print(found)
+    console.show({"version": found}, found, as_json=as_json)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -129,36 +100,31 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def icehouse(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD."""
+    context.obj = _configured_address
+
+
+def _configured_address() -> str:
+    """Return where a client on this machine finds the configured server."""
+    config = load_config().config.server
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"{host}:{config.port}"
 
 
 def main() -> None:
     """Run the command line; operating errors become one line and an exit code."""
-    quiet_grpc()
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal of another encoding shows a question mark for what it lacks; nothing may end by that.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        # Whatever the locale: what is no UTF-8 is told where the text is sent.
-        sys.stdin.reconfigure(errors="surrogateescape")
     try:
-        app()
+        console.run(app)
     except IcehouseError as error:
         complain(error.message)
         sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE)
-    except ModuleNotFoundError as error:
-        if error.name != CLIENT_PACKAGE:
-            raise
-        complain(
-            "commands that ask a server need the Python client, which is not installed; "
-            "`pip install -e clients/python` in Icehouse's folder"
-        )
-        sys.exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from icehouse_server.bootstrap.model_source import locate_draft_model, locate_mo
 from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 from icehouse_server.cli.service.stop_bounds import BOUNDS
-from icehouse_server.cli.terminal.console import build_progress
+from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
 from icehouse_server.config.load import environment

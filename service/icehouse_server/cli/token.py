@@ -6,8 +6,8 @@ import datetime
 from typing import Annotated
 
 import typer
+from icehouse_client.cli.console import AsJson, err, out, print_json
 
-from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
 from icehouse_server.errors import ConfigError, Reason
 
 app = typer.Typer(help="Make bearer tokens for callers.", no_args_is_help=True)

@@ -1,14 +1,13 @@
 """Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
 
 Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
-only readers of the environment, beside the command line's library for `ClientVariable`.
+server's only readers of the environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import os
 import re
 import tomllib
@@ -29,18 +28,12 @@ PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
 """Set for a program that is started with OpenBLAS preloaded; never by people."""
 
 
-class ClientVariable(enum.StrEnum):
-    """Variables of the commands that call a running server; settings of the server are none of them."""
+CLIENT_VARIABLES = tuple(
+    f"ICEHOUSE_CLIENT_{name}" for name in ("ADDRESS", "TOKEN_FILE", "TLS", "CA", "CERTIFICATE", "KEY")
+)
+"""Variables of the commands that ask a running server; settings of the server are none of them."""
 
-    ADDRESS = "ICEHOUSE_CLIENT_ADDRESS"
-    TOKEN_FILE = "ICEHOUSE_CLIENT_TOKEN_FILE"
-    TLS = "ICEHOUSE_CLIENT_TLS"
-    CA = "ICEHOUSE_CLIENT_CA"
-    CERTIFICATE = "ICEHOUSE_CLIENT_CERTIFICATE"
-    KEY = "ICEHOUSE_CLIENT_KEY"
-
-
-_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *ClientVariable)
+_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *CLIENT_VARIABLES)
 
 _PREFIX = "ICEHOUSE_"
 
@@ -60,11 +53,6 @@ class LoadedConfig:
 def environment() -> Mapping[str, str]:
     """Return the process's environment. The composition root passes it on; nobody else reads it."""
     return os.environ
-
-
-def quiet_grpc() -> None:
-    """Keep gRPC's C core from writing lines of its own; our errors say what it would. Before its import."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def keep_attention_plans() -> None:

@@ -241,13 +241,3 @@ def settings_of(section: str, owner: type[Any]) -> tuple[Setting, ...]:
         )
         for field in dataclasses.fields(owner)
     )
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a size for people: 34359738368 -> "32 GiB"."""
-    size = float(size_bytes)
-    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.4g} {units[0]}"

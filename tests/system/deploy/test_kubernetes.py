@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from icehouse_client.channel import SERVICE as INFERENCE_SERVICE
 from icehouse_server.cli.main import app
 from icehouse_server.config import SETTINGS, Config, load_config
-from icehouse_server.config.load import ClientVariable
+from icehouse_server.config.load import CLIENT_VARIABLES
 from icehouse_server.telemetry.table import METRICS
 from typer.testing import CliRunner
 
@@ -128,7 +128,7 @@ def test_every_file_is_part_of_a_kustomization() -> None:
 @each_way
 def test_the_environment_is_a_configuration_that_starts(way: str) -> None:
     container, config = container_of(way), config_of(way)
-    own = {setting.variable for setting in SETTINGS} | set(ClientVariable)
+    own = {setting.variable for setting in SETTINGS} | set(CLIENT_VARIABLES)
     named = {entry["name"] for entry in container["env"] if entry["name"].startswith("ICEHOUSE_")}
     assert named <= own
     assert config.server.host == config.telemetry.metrics_host == "0.0.0.0"

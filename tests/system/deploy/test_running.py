@@ -19,7 +19,7 @@ import typer
 from icehouse_server.cli.main import app
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import SETTINGS, Config, TelemetryConfig, load_config
-from icehouse_server.config.load import ClientVariable
+from icehouse_server.config.load import CLIENT_VARIABLES
 
 from docs.generate import pages
 from tests.tidy.tree import ROOT
@@ -145,7 +145,7 @@ def test_an_image_is_made_of_what_is_here(path: Path) -> None:
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_every_setting_that_is_named_exists(path: Path) -> None:
     text = path.read_text()
-    variables = {setting.variable for setting in SETTINGS} | {"ICEHOUSE_CONFIG", *ClientVariable}
+    variables = {setting.variable for setting in SETTINGS} | {"ICEHOUSE_CONFIG", *CLIENT_VARIABLES}
     assert set(re.findall(r"\bICEHOUSE_[A-Z_]+\b", text)) <= variables
     own = {setting.flag for setting in SETTINGS} | set(_options_of(typer.main.get_command(app)))
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))

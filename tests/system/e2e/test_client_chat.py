@@ -12,8 +12,8 @@ from icehouse_client import AsyncClient, Client, FinishReason, IcehouseClientErr
 
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
+from tests.fixtures.terminal import invoke
 from tests.fixtures.whole_server import whole_server
-from tests.unit.cli.client.test_generate import invoke
 
 WEATHER = Tool(
     "get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Leaving it stops the server with SIGTERM and fails unless that ends with exit code 0."""
     demo_model_dir(SMOLLM2)
     scratch: Path = tmp_path_factory.mktemp("server")
-    with serving("starting a server", scratch=scratch) as (client, address):
+    with serving("starting a server", scratch=scratch, model=SMOLLM2.name) as (client, address):
         yield Running(address, scratch, client)
 
 

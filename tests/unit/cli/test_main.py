@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
+from icehouse_client.cli import main as client
 from icehouse_server.cli import main as cli
 from icehouse_server.cli.flags import OFTEN_SET, value_text
-from icehouse_server.config import SETTINGS
+from icehouse_server.config import SETTINGS, Config, load_config
+from icehouse_server.config.load import CLIENT_VARIABLES
 from icehouse_server.errors import IcehouseError
 from typer.testing import CliRunner, Result
 
@@ -120,14 +124,13 @@ def test_errors_are_one_line_and_an_exit_code(
     assert len(lines) == 1 and words in lines[0], lines
 
 
-def test_a_client_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    # So Python says that a package is not there.
-    monkeypatch.setitem(sys.modules, "icehouse_client", None)
-    monkeypatch.delitem(sys.modules, "icehouse_server.cli.client.connection", raising=False)
-    assert run_main(monkeypatch, "models", "--address", "127.0.0.1:1") == 1
-    assert "need the Python client, which is not installed" in capfd.readouterr().err
+def test_a_server_is_looked_for_where_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, place in (
+        ({"ICEHOUSE_SERVER_HOST": "0.0.0.0", "ICEHOUSE_SERVER_PORT": "1"}, "127.0.0.1:1"),
+        ({"ICEHOUSE_SERVER_UDS": "/nowhere/socket"}, "unix:/nowhere/socket"),
+    ):
+        told = CliRunner().invoke(cli.app, ["health"], env=settings)
+        assert told.exit_code == 1 and f"no server answers at {place};" in told.stderr, told.output
 
 
 def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +155,52 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.argv", ["icehouse"])
     cli.main()
     assert raw.getvalue() == b"ice ? ?\n"
+
+
+ASKING = (
+    *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
+    *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed"),
+)
+WITHOUT_JSON = {"serve", "demo", "change", "install", "uninstall"}
+"""What does something, and prints no facts."""
+
+
+def commands_of(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command of the command line, those of groups too, with its name."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+ALL = dict(commands_of(typer.main.get_command(cli.app)))
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_help_names_every_variable(name: str) -> None:
+    text = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).stdout
+    assert [variable for variable in CLIENT_VARIABLES if variable not in text] == []
+
+
+def test_the_client_offers_them_by_itself() -> None:
+    ours = dict(commands_of(typer.main.get_command(client.app)))
+    assert set(ours) == set(ASKING) - {"bench"}
+
+
+def test_who_asks_a_server_has_all_of_the_options_and_nobody_else_one() -> None:
+    wanted = {"address", "token", "tls", "ca", "certificate", "key"}
+    found = {name for name, command in ALL.items() if "address" in {p.name for p in command.params}}
+    assert found == set(ASKING)
+    assert [name for name in found if not wanted <= {p.name for p in ALL[name].params}] == []
+
+
+def test_every_command_that_prints_facts_prints_json() -> None:
+    silent = [name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)]
+    assert {name.rpartition(" ")[2] for name in silent} == WITHOUT_JSON
+
+
+def test_the_server_passes_the_variables_of_asking_over() -> None:
+    variables = {p.envvar for p in ALL["health"].params if p.envvar}
+    assert variables == set(CLIENT_VARIABLES)
+    assert load_config(environ=dict.fromkeys(CLIENT_VARIABLES, "x")).config == Config()

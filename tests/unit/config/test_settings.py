@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from icehouse_server.config import SETTINGS, Config
-from icehouse_server.config.setting import Kind, Setting, size_text
+from icehouse_server.config.setting import Kind, Setting
 from icehouse_server.errors import ConfigError
 
 
@@ -37,10 +37,3 @@ def test_any_text_is_read_or_refused_but_never_breaks(text: str) -> None:
             assert setting.key in error.message
         else:
             assert value is None or isinstance(value, str | int | float | tuple)
-
-
-@given(st.integers(min_value=0, max_value=1 << 50))
-def test_sizes_for_people_stay_near(size_bytes: int) -> None:
-    number, unit = size_text(size_bytes).split()
-    factor = 1024 ** ["bytes", "KiB", "MiB", "GiB", "TiB"].index(unit)
-    assert abs(float(number) * factor - size_bytes) <= 0.001 * size_bytes

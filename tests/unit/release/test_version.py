@@ -36,7 +36,7 @@ def test_a_version_is_written_everywhere(copy: Path) -> None:
     version.write("12.34.56", copy)
     assert version.current(copy) == "12.34.56" and list(version.stale(copy)) == []
     project = tomllib.loads((copy / "pyproject.toml").read_text())["project"]
-    assert {"icehouse-client==12.34.56", "icehouse-protos==12.34.56"} <= set(project["dependencies"])
+    assert {"icehouse-client[cli]==12.34.56", "icehouse-protos==12.34.56"} <= set(project["dependencies"])
     lock = json.loads((copy / "clients/node/package-lock.json").read_text())
     assert lock["version"] == lock["packages"][""]["version"] == "12.34.56"
     # Nothing else has changed.

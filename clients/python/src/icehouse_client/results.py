@@ -265,12 +265,12 @@ def usage_from(usage: usage_pb2.Usage) -> Usage:
         ram_tokens=usage.ram_tokens,
         ssd_tokens=usage.ssd_tokens,
         output_tokens=usage.output_tokens,
-        queue_s=_seconds(usage.queue_duration),
-        restore_s=_seconds(usage.restore_duration),
-        prefill_s=_seconds(usage.prefill_duration),
-        decode_s=_seconds(usage.decode_duration),
-        ttft_s=_seconds(usage.time_to_first_token),
-        total_s=_seconds(usage.total_duration),
+        queue_s=seconds(usage.queue_duration),
+        restore_s=seconds(usage.restore_duration),
+        prefill_s=seconds(usage.prefill_duration),
+        decode_s=seconds(usage.decode_duration),
+        ttft_s=seconds(usage.time_to_first_token),
+        total_s=seconds(usage.total_duration),
         draft_tokens=usage.draft_tokens,
         accepted_draft_tokens=usage.accepted_draft_tokens,
         image_tokens=usage.image_tokens,
@@ -278,7 +278,8 @@ def usage_from(usage: usage_pb2.Usage) -> Usage:
     )
 
 
-def _seconds(duration: Duration) -> float:
+def seconds(duration: Duration) -> float:
+    """Return a duration in seconds."""
     return duration.ToNanoseconds() / 1e9
 
 

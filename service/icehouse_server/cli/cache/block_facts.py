@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-from icehouse_server.config.setting import size_text
+from icehouse_client.cli.figures import size_text
+
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.local.directory.reconcile import Discrepancy
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
 
-_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
 _TIMES = ("created_time", "last_used_time")
 
@@ -78,12 +78,3 @@ def marks_text(record: BlockRecord) -> str:
     if record.checkpoint_bytes:
         marks.append("checkpoint")
     return " ".join(marks)
-
-
-def age_text(time_s: float, *, now_time_s: float) -> str:
-    """Return how long ago that was, in the largest unit that fits: "3 d", "12 min", "5 s"."""
-    age_s = max(0.0, now_time_s - time_s)
-    for unit_s, name in _AGES:
-        if age_s >= unit_s:
-            return f"{age_s / unit_s:.0f} {name}"
-    return f"{age_s:.0f} s"

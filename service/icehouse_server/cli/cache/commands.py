@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from icehouse_client.cli.console import AsJson, bar, confirm, err, harmless, out, print_json, show
+from icehouse_client.cli.figures import age_text, size_text
+from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.cache.block_facts import (
-    age_text,
     discrepancy_facts,
     fact_text,
     marks_text,
     model_text,
     record_facts,
 )
-from icehouse_server.cli.terminal.console import AsJson, confirm, err, harmless, out, print_json
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
-from icehouse_server.config.setting import size_text
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import SystemFiles
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
@@ -123,7 +121,7 @@ def inspect(
 def check(directory: Directory = None, as_json: AsJson = False) -> None:
     """Show what the next start would repair between rows and files; exit code 1 when there is something."""
     store = _open_existing(directory)
-    with _bar("looking at files", total=len(store.rows().records)) as advance_to:
+    with bar("looking at files", TaskProgressColumn(), total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
         print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
@@ -150,7 +148,9 @@ def verify(
     records = [store.find(block)] if block else list(store.rows().records)
     damaged: list[Verdict] = []
     done_bytes = 0
-    with _bar("reading blocks", total=sum(record.file_bytes for record in records)) as advance_to:
+    with bar(
+        "reading blocks", TaskProgressColumn(), total=sum(record.file_bytes for record in records)
+    ) as advance_to:
         for verdict in store.verify(records):
             done_bytes += verdict.record.file_bytes
             advance_to(done_bytes)
@@ -210,16 +210,14 @@ def purge(
     if not yes:
         confirm(f"Remove {what} from {store.paths.root}?")
     scope = PurgeScope.EVERYTHING if everything else PurgeScope.CHOSEN
-    with _bar("removing blocks", total=count) as advance_to:
+    with bar("removing blocks", TaskProgressColumn(), total=count) as advance_to:
         removed_count, removed_bytes = store.purge(
             choose,
             scope=PurgeScope.CLEAR_TEXT if unencrypted else scope,
             progress=lambda done, _: advance_to(done),
         )
-    if as_json:
-        print_json({"removed": removed_count, "size_bytes": removed_bytes})
-    else:
-        out.print(f"{removed_count} files removed, {size_text(removed_bytes)} freed")
+    told = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
+    show({"removed": removed_count, "size_bytes": removed_bytes}, told, as_json=as_json)
 
 
 def _open(directory: Path | None) -> OfflineStore:
@@ -259,7 +257,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
             model_text(rows.fingerprints.get(record.fingerprint, {}), record.fingerprint),
             f"{record.start_token_index}..{record.start_token_index + record.token_count}",
             size_text(record.file_bytes),
-            f"{age_text(record.last_used_time, now_time_s=now_time_s)} ago",
+            f"{age_text(now_time_s - record.last_used_time)} ago",
             str(record.hit_count),
             marks_text(record),
         )
@@ -277,17 +275,3 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     for row in cells:
         table.add_row(*map(Text, row))
     return table
-
-
-@contextlib.contextmanager
-def _bar(what: str, *, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error while something long runs; yields a function that sets how far it is."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done)

@@ -8,10 +8,11 @@ import shutil
 import stat
 from pathlib import Path
 
+from icehouse_client.cli.figures import size_text
+
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.config import CacheConfig, Config
-from icehouse_server.config.setting import size_text
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.own_server import OwnServer, find_own_server
 from icehouse_server.storage.files import SystemFiles, read_text

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from icehouse_client.cli.console import out, print_json
+from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
 from icehouse_server.bootstrap.machine import allow_open_files, wanted_file_count
@@ -17,9 +19,7 @@ from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.cli.doctor.cache_checks import check_cache, check_disk, check_encryption
 from icehouse_server.cli.doctor.check import Check, Verdict
-from icehouse_server.cli.terminal.console import out, print_json
 from icehouse_server.config import Config
-from icehouse_server.config.setting import size_text
 from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.device import find_device

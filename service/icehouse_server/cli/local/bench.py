@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.table import Table
+from icehouse_client import Client
+from icehouse_client.cli.connection import Server, failing_call_ends, server_of
+from icehouse_client.cli.console import AsJson, err, out, print_json, table
+from icehouse_client.cli.option_groups import with_groups
 
-from icehouse_server.cli.terminal.client_options import Target, target_of
-from icehouse_server.cli.terminal.console import AsJson, err, out, print_json
-from icehouse_server.cli.terminal.option_groups import with_groups
+from icehouse_server.cli.local.server import serving
+from icehouse_server.cli.local.speeds import PROMPT_TOKEN_COUNTS, ROW_COUNTS, Speed, SpeedBench
 from icehouse_server.clock import SystemClock
-
-if TYPE_CHECKING:
-    from icehouse_server.cli.local.speeds import Speed, SpeedBench
 
 _CLOCK = SystemClock()
 _EVICT_TIMEOUT_S = 10.0
 
 
-@with_groups(target=target_of)
+@with_groups(server=server_of)
 def bench(
-    target: Target,
+    server: Server,
     model: Annotated[
         str | None,
         typer.Argument(help="Measure a server started for this; else the running one.", show_default=False),
@@ -36,7 +35,7 @@ def bench(
 
     Restores from SSD need a restart, and so MODEL. What was restored is evicted again.
     """
-    report = _of_running(target, limit_s=limit_s) if model is None else _of_own(model, limit_s=limit_s)
+    report = _of_running(server.client, limit_s=limit_s) if model is None else _of_own(model, limit_s=limit_s)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:
@@ -52,25 +51,16 @@ class Report:
     speeds: tuple[Speed, ...]
 
 
-def _of_running(target: Target, *, limit_s: float) -> Report:
-    # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_server.cli.client.connection import connected
-    from icehouse_server.cli.local.speeds import Speed, SpeedBench
-
-    with connected(target) as client:
-        bench = SpeedBench(client, clock=_CLOCK, deadline_time=_CLOCK.monotonic() + limit_s)
-        speeds, kept = _without_restart(bench)
-        if kept is not None:
-            client.cache.evict(kept, timeout_s=_EVICT_TIMEOUT_S)
+def _of_running(client: Client, *, limit_s: float) -> Report:
+    bench = SpeedBench(client, clock=_CLOCK, deadline_time=_CLOCK.monotonic() + limit_s)
+    speeds, kept = _without_restart(bench)
+    if kept is not None:
+        client.cache.evict(kept, timeout_s=_EVICT_TIMEOUT_S)
     ssd = Speed("restore from SSD", note="needs a restart, so a server of its own: icehouse bench MODEL")
     return Report(bench.model_id, bench.device, (*speeds, ssd))
 
 
 def _of_own(model: str, *, limit_s: float) -> Report:
-    from icehouse_server.cli.client.connection import failing_call_ends
-    from icehouse_server.cli.local.server import serving
-    from icehouse_server.cli.local.speeds import Speed, SpeedBench
-
     with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as name:
         first = serving(f"starting a server for {model}", scratch=Path(name), model=model)
         with first as (client, address), failing_call_ends(address):
@@ -92,8 +82,6 @@ def _of_own(model: str, *, limit_s: float) -> Report:
 
 def _without_restart(bench: SpeedBench) -> tuple[list[Speed], tuple[int, ...] | None]:
     """Return what one process can tell, and the prompt that it restored."""
-    from icehouse_server.cli.local.speeds import PROMPT_TOKEN_COUNTS, ROW_COUNTS, Speed
-
     speeds = []
     for token_count in PROMPT_TOKEN_COUNTS:
         with err.status(f"prefill of {token_count:,} tokens"):
@@ -113,17 +101,15 @@ def _without_restart(bench: SpeedBench) -> tuple[list[Speed], tuple[int, ...] | 
 
 def _show(report: Report) -> None:
     out.print(f"{report.model} on the {report.device}", markup=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    for name in ("tokens/s", "tokens", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("tokens/s", "tokens", "seconds")
+    shown = table("", *figures, figures=figures)
     for speed in report.speeds:
         if speed.tokens_per_s is None:
-            table.add_row(speed.name, "–", "–", "–")
+            shown.add_row(speed.name, "–", "–", "–")
         else:
             rate = f"{speed.tokens_per_s:,.1f}" if speed.tokens_per_s < 100 else f"{speed.tokens_per_s:,.0f}"
-            table.add_row(speed.name, rate, f"{speed.token_count:,}", f"{speed.duration_s:.2f}")
-    out.print(table)
+            shown.add_row(speed.name, rate, f"{speed.token_count:,}", f"{speed.duration_s:.2f}")
+    out.print(shown)
     for speed in report.speeds:
         if speed.note:
             err.print(f"{speed.name}: {speed.note}", style="dim", markup=False)

@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icehouse_client import Client, Message, Options, Usage
+from icehouse_client.cli.connection import failing_call_ends
+from icehouse_client.cli.console import err, out, print_text, table
+from icehouse_client.cli.generate import cost_text
 from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
-from icehouse_server.cli.client.connection import failing_call_ends
-from icehouse_server.cli.client.cost import cost_text
 from icehouse_server.cli.local.server import serving
-from icehouse_server.cli.terminal.console import build_progress, err, out, print_text
+from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.demo.build import ensure_demo_model
 from icehouse_server.demo.models import SMOLLM2
 
@@ -53,7 +54,10 @@ def run_demo(*, question: str, max_output_tokens: int) -> bool:
     story = long_prompt()
     with tempfile.TemporaryDirectory(prefix="icehouse-demo-") as name:
         scratch = Path(name)
-        with serving(f"starting a server for {folder.name}", scratch=scratch) as (client, address):
+        with serving(f"starting a server for {folder.name}", scratch=scratch, model=SMOLLM2.name) as (
+            client,
+            address,
+        ):
             err.print(f"[dim]serving {folder.name} at {address}[/]")
             with failing_call_ends(address):
                 _show_answer(client, question, max_output_tokens=max_output_tokens)
@@ -62,7 +66,10 @@ def run_demo(*, question: str, max_output_tokens: int) -> bool:
                     _ask(client, story, name="from RAM", status="sending it again"),
                 ]
         restarting = "starting another server on the same cache directory"
-        with serving(restarting, scratch=scratch) as (client, address), failing_call_ends(address):
+        with (
+            serving(restarting, scratch=scratch, model=SMOLLM2.name) as (client, address),
+            failing_call_ends(address),
+        ):
             passes.append(_ask(client, story, name="from SSD", status="sending it once more"))
     _show_comparison(story, passes)
     err.print("[dim]the server has stopped; start your own with[/] icehouse serve")
@@ -134,15 +141,12 @@ def texts_are_equal(passes: Sequence[Pass]) -> bool:
 def comparison_table(passes: Sequence[Pass]) -> Table:
     """Return a row for each pass, with a bar as long as its time to first token."""
     longest_s = max(each.usage.ttft_s for each in passes)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("the same prompt", no_wrap=True)
-    table.add_column("first token", justify="right", no_wrap=True)
-    table.add_column("reused", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    figures = ("first token", "reused")
+    shown = table("the same prompt", *figures, "", figures=figures)
     for each in passes:
         bar = Bar(longest_s, 0, each.usage.ttft_s, width=_BAR_WIDTH, color="cyan")
-        table.add_row(each.name, f"{each.usage.ttft_s * 1000:,.0f} ms", _reused_text(each.usage), bar)
-    return table
+        shown.add_row(each.name, f"{each.usage.ttft_s * 1000:,.0f} ms", _reused_text(each.usage), bar)
+    return shown
 
 
 def verdict_text(passes: Sequence[Pass]) -> Text:

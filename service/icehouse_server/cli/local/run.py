@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from icehouse_client import Conversation, Options
+from icehouse_client.cli.chat import Quiet, System, converse
+from icehouse_client.cli.connection import Server, failing_call_ends
+from icehouse_client.cli.console import EXIT_INTERRUPTED, AsJson
+from icehouse_client.cli.generate import answer_options_of
+from icehouse_client.cli.option_groups import with_groups
 
-from icehouse_server.cli.client.answer_options import answer_options_of
-from icehouse_server.cli.terminal.console import AsJson
-from icehouse_server.cli.terminal.option_groups import with_groups
-
-if TYPE_CHECKING:
-    from icehouse_client import Options
+from icehouse_server.cli.local.server import serving
 
 _IN_RAM_ONLY = ("--no-ssd",)
 """Nothing of the conversation is left on disk."""
@@ -23,18 +24,11 @@ _IN_RAM_ONLY = ("--no-ssd",)
 def run(
     model: Annotated[str, typer.Argument(help="What `icehouse serve` takes.", show_default=False)],
     answer: Options,
-    system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the answers only.")] = False,
+    system: System = "",
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model on a free loopback port and talk with it; the server ends with the conversation."""
-    # Imported here, so that commands that need no gRPC start without it.
-    from icehouse_client import Conversation
-
-    from icehouse_server.cli.client.chat.session import Server, converse
-    from icehouse_server.cli.client.connection import EXIT_INTERRUPTED, failing_call_ends
-    from icehouse_server.cli.local.server import serving
-
     status = f"loading {model}, which is fetched the first time"
     try:
         with (
@@ -42,8 +36,7 @@ def run(
             serving(status, scratch=Path(scratch), model=model, options=_IN_RAM_ONLY) as (client, address),
             failing_call_ends(address),
         ):
-            converse(
-                Server(client, address, answer), Conversation(system=system), is_json=as_json, is_quiet=quiet
-            )
+            talk = Conversation(system=system)
+            converse(Server(client, address), talk, answer, as_json=as_json, is_quiet=quiet)
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error

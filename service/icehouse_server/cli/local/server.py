@@ -14,11 +14,9 @@ from types import FrameType
 from typing import NoReturn
 
 from icehouse_client import Client, IcehouseClientError
+from icehouse_client.cli.connection import open_client
+from icehouse_client.cli.console import err, out
 
-from icehouse_server.cli.client.connection import open_client
-from icehouse_server.cli.terminal.client_options import Target
-from icehouse_server.cli.terminal.console import err, out
-from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.errors import Reason, StartError
 
 _STOP_TIMEOUT_S = 60.0
@@ -30,7 +28,7 @@ _WATCH_SLICE_S = 1.0
 
 @contextlib.contextmanager
 def serving(
-    status: str, *, scratch: Path, model: str = SMOLLM2.name, options: Sequence[str] = ()
+    status: str, *, scratch: Path, model: str, options: Sequence[str] = ()
 ) -> Iterator[tuple[Client, str]]:
     """Run a server and yield a client of it, and its address, once it serves; stop it in order at the end.
 
@@ -42,7 +40,7 @@ def serving(
             server = stack.enter_context(
                 running_server(address=address, scratch=scratch, model=model, options=options)
             )
-            client = stack.enter_context(open_client(Target(address)))
+            client = stack.enter_context(open_client(address))
             is_serving = wait_until_serving(client, is_alive=lambda: server.poll() is None)
         if not is_serving:
             # Closing reports the server's code and log; what is left is code 0 without having served.
@@ -75,9 +73,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(
-    *, address: str, scratch: Path, model: str = SMOLLM2.name, options: Sequence[str] = ()
+    *, address: str, scratch: Path, model: str, options: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `icehouse serve` with a demo model at `address`, with its blocks in `scratch`; at the end stop it.
+    """Run `icehouse serve` with a model at `address`, with its blocks in `scratch`; at the end stop it.
 
     Raises StartError with the server's log when it did not end with code 0.
     """

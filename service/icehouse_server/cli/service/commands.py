@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from icehouse_client.cli.console import EXIT_FAILURE, AsJson, complain, err, out, print_json
 
 from icehouse_server.cli.service.definition import DefinitionFile, FileState, ServiceDefinition, ServiceError
 from icehouse_server.cli.service.launchd import Launchd
 from icehouse_server.cli.service.manager import Manager
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.cli.service.systemd import Systemd
-from icehouse_server.cli.terminal.console import AsJson, complain, err, out, print_json
 from icehouse_server.config import load_config
-from icehouse_server.config.load import FILE_VARIABLE, ClientVariable, environment
+from icehouse_server.config.load import CLIENT_VARIABLES, FILE_VARIABLE, environment
 
 app = typer.Typer(help="Have systemd or launchd run the server for you.", no_args_is_help=True)
 
-EXIT_FAILURE = 1
 
 _STOP_MARGIN_S = 3
 """Beyond an orderly stop's bound, before whoever stops the server kills it."""
@@ -150,7 +149,7 @@ def definition_of(*, model: str | None, config: Path | None) -> ServiceDefinitio
 
 def left_out_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the names of variables that `serve` would take from this terminal."""
-    passed_over = {FILE_VARIABLE, *ClientVariable}
+    passed_over = {FILE_VARIABLE, *CLIENT_VARIABLES}
     return sorted(name for name in environ if name.startswith(_LEFT_OUT_PREFIXES) and name not in passed_over)
 
 

@@ -1,1 +1,1 @@
-"""What every command prints with: the console, errors on it, logs."""
+"""What commands of the server tell while they work: logs, and how a demo model comes to be."""

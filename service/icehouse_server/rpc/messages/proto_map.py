@@ -1,4 +1,4 @@
-"""Map between dataclasses of counters and their protobuf messages, both ways, by name. Pure functions.
+"""Map from dataclasses of counters to their protobuf messages, by name. Pure functions.
 
 `_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp, an enum
 goes by its members' names, what is None stays absent; dataclasses are messages, tuples are
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -21,7 +19,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from icehouse_server.domain.cache_stats import CacheStats, LookupStats
 
 M = TypeVar("M", bound=Message)
-D = TypeVar("D")
 
 RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
@@ -61,7 +58,8 @@ def to_proto(value: Any, kind: type[M]) -> M:
 def fill(message: M, value: Any) -> M:
     """Set every field of a dataclass in a message, which may have more, and return the message."""
     for name, proto_name in names_of(type(value)):
-        item, field = getattr(value, name), message.DESCRIPTOR.fields_by_name[proto_name]
+        item = getattr(value, name)
+        field: Any = message.DESCRIPTOR.fields_by_name[proto_name]
         if item is None:
             continue
         if isinstance(item, tuple) and field.message_type is None:
@@ -74,7 +72,8 @@ def fill(message: M, value: Any) -> M:
             target.SetInParent()
             fill(target, item)
         elif isinstance(item, enum.Enum):
-            values, prefix = _values(field)
+            values = field.enum_type
+            prefix = values.values_by_number[0].name.removesuffix("UNSPECIFIED")
             setattr(message, proto_name, values.values_by_name[prefix + item.name].number)
         elif field.message_type is not None:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
@@ -82,51 +81,3 @@ def fill(message: M, value: Any) -> M:
         else:
             setattr(message, proto_name, item)
     return message
-
-
-def from_proto(message: Message, kind: type[D]) -> D:
-    """Return a message as a dataclass. Raises KeyError at an enum's value that only a newer server knows;
-    repeated messages that hold one are left out."""
-    hints = typing.get_type_hints(kind)
-    derived = DERIVED.get(kind, ())
-    return kind(
-        **{
-            name: _read(message, proto_name, hints[name])
-            for name, proto_name in names_of(kind)
-            if name not in derived
-        }
-    )
-
-
-def _read(message: Message, name: str, hint: Any) -> Any:
-    field, item = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
-    if field.is_repeated:
-        return tuple(item if field.message_type is None else _known(item, typing.get_args(hint)[0]))
-    if type(None) in typing.get_args(hint):
-        if not message.HasField(name):
-            return None
-        hint = typing.get_args(hint)[0]
-    if isinstance(item, Duration):
-        return item.ToNanoseconds() / 1e9
-    if isinstance(item, Timestamp):
-        return item.ToMicroseconds() / 1e6
-    if isinstance(item, Message):
-        return from_proto(item, hint)
-    if field.enum_type is not None:
-        values, prefix = _values(field)
-        return hint[values.values_by_number[item].name.removeprefix(prefix)]
-    return item
-
-
-def _known(items: Iterable[Message], kind: type[D]) -> Iterator[D]:
-    for item in items:
-        try:
-            yield from_proto(item, kind)
-        except KeyError:
-            continue
-
-
-def _values(field: Any) -> tuple[EnumDescriptor, str]:
-    """Return the enum of a field, and what the names of its values begin with."""
-    values: EnumDescriptor = field.enum_type
-    return values, values.values_by_number[0].name.removesuffix("UNSPECIFIED")

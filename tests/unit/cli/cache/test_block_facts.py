@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.cache.block_facts import age_text, fact_text, model_text
+from icehouse_server.cli.cache.block_facts import fact_text, model_text
 from icehouse_server.cli.cache.commands import app
 from icehouse_server.errors import Reason, StorageError
 from typer.testing import CliRunner
@@ -64,8 +64,6 @@ def test_facts_are_for_people() -> None:
     assert fact_text("file_bytes", 2_695_264) == "2,695,264 bytes (2.57 MiB)"
     assert fact_text("kv_bytes", 0) == "0 bytes"
     assert fact_text("hit_count", 3) == "3"
-    assert age_text(100.0, now_time_s=100.0 + 3 * 3600) == "3 h"
-    assert age_text(100.0, now_time_s=99.0) == "0 s"
     details = {"architecture": "llama", "quantization": "none"}
     assert model_text(details, FINGERPRINT) == f"llama {FINGERPRINT.hex()[:8]}"
     assert model_text({"quantization": "4-bit"}, FINGERPRINT).startswith("4-bit ")

@@ -9,12 +9,13 @@ import json
 import pytest
 from icehouse_client import Client
 from icehouse_server.cli.local.speeds import SpeedBench
+from icehouse_server.cli.main import app
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
 from icehouse_server.domain.request import CacheUse
 
 from tests.fixtures.rpc.fake_engine import MODEL_INFO
-from tests.unit.cli.client.test_generate import invoke
+from tests.fixtures.terminal import invoke
 from tests.unit.rpc.conftest import running
 
 LONG = dataclasses.replace(MODEL_INFO, context_token_limit=4096)
@@ -29,8 +30,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_fits_is_measured_and_the_rest_says_why_not() -> None:
     async with running(info=LONG) as served:
         served.engine.order_answer = EvictReport()
-        result = await invoke("bench", "--json", "--address", served.server.address)
-        told = await invoke("bench", "--address", served.server.address)
+        result = await invoke("bench", "--json", "--address", served.server.address, app=app)
+        told = await invoke("bench", "--address", served.server.address, app=app)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert (facts["model"], facts["device"]) == ("tiny", "cpu")
@@ -48,7 +49,7 @@ async def test_what_fits_is_measured_and_the_rest_says_why_not() -> None:
 async def test_nothing_measured_is_cached_before_and_what_is_kept_goes() -> None:
     async with running(info=LONG) as served:
         served.engine.order_answer = EvictReport()
-        await invoke("bench", "--address", served.server.address)
+        await invoke("bench", "--address", served.server.address, app=app)
     *measured, kept, again = served.engine.submitted
     assert {request.cache_use for request in measured} == {CacheUse.OFF}
     assert len({request.prompt_token_ids for request in measured}) == len(measured)

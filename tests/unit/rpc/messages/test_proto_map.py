@@ -1,4 +1,4 @@
-"""The map of counters: both sides name the same fields, and nothing is lost on the way there and back."""
+"""The map of counters: both sides name the same fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from icehouse.v1 import (
 from icehouse_server.domain import cache_stats, stats
 from icehouse_server.domain.cache_commands import EvictReport
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.rpc.messages.proto_map import DERIVED, fill, from_proto, names_of, to_proto
+from icehouse_server.rpc.messages.proto_map import fill, names_of, to_proto
 
 PAIRS: list[tuple[type[Any], type[Message]]] = [
     (stats.EngineStats, engine_stats_pb2.EngineStats),
@@ -101,38 +101,15 @@ def test_no_pair_was_forgotten() -> None:
     assert reached == named | {"icehouse.v1.TenantStats"}
 
 
-def test_there_and_back_every_number_is_the_same() -> None:
-    sent = filled(stats.ServerStats, itertools.count(1))
-    cache = dataclasses.replace(sent.cache, tenants=())
-    sent = dataclasses.replace(sent, cache=cache)
-    message = to_proto(sent, inference_service_pb2.CacheStatsResponse)
-    assert from_proto(message, stats.ServerStats) == sent
-    for kind, names in DERIVED.items():
-        assert kind is cache_stats.LookupStats
-        assert [getattr(message.cache.lookups, name) for name in names] == [
-            getattr(sent.cache.lookups, name) for name in names
-        ]
-
-
 def test_what_is_none_is_absent_and_what_is_empty_is_there() -> None:
     message = to_proto(
         stats.ServerStats(0.0, engine=stats.EngineStats()), inference_service_pb2.CacheStatsResponse
     )
     assert message.HasField("engine") and not message.HasField("cache")
     assert message.HasField("collect_time") and message.engine.HasField("uptime")
-    back = from_proto(message, stats.ServerStats)
-    assert (back.engine, back.cache, back.slowest_requests) == (stats.EngineStats(), None, ())
 
 
 def test_fields_that_the_dataclass_lacks_stay_as_they_are() -> None:
     message = tenant_stats_pb2.TenantStats(waiting_limit=3)
     assert fill(message, stats.TenantUse(Tenant("a"), waiting_count=2)) is message
     assert (message.tenant, message.waiting_count, message.waiting_limit) == ("a", 2, 3)
-
-
-def test_a_cause_that_only_a_newer_server_knows_is_left_out() -> None:
-    spill = cache_stats_pb2.CacheSpillStats(policy="off")
-    spill.drops.add(block_total=1).cause = 999  # type: ignore[assignment]
-    spill.drops.add(block_total=2, cause=cache_stats_pb2.SPILL_DROP_CAUSE_DUPLICATE)
-    drops = from_proto(spill, cache_stats.SpillStats).drops
-    assert drops == (cache_stats.SpillDrops(cache_stats.SpillDropCause.DUPLICATE, 2),)

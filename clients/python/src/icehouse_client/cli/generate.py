@@ -1,0 +1,88 @@
+"""`icehouse generate`: ask a running server for a continuation and print it as it comes, then its cost.
+
+What an answer may be asked for and what it cost is alike for every command that has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Annotated
+
+import typer
+
+from icehouse_client.cli.connection import Server, server_of
+from icehouse_client.cli.console import AsJson, err, print_json, print_text
+from icehouse_client.cli.figures import duration_text
+from icehouse_client.cli.option_groups import said, with_groups
+from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
+from icehouse_client.requests import Options
+from icehouse_client.results import Reply, Usage
+
+_count = functools.partial(typer.Option, max=2**31 - 1)
+"""A number that a request can say; the server's own limit is far below."""
+
+
+def answer_options_of(
+    max_output_tokens: Annotated[
+        int | None, _count(min=1, help="Most tokens to generate; by default the server's choice.")
+    ] = None,
+    max_reasoning_tokens: Annotated[
+        int | None, _count(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed draws the same text.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(min=0.001, help="Give up after so many seconds.")] = None,
+) -> Options:
+    """Return how long an answer may be and how its tokens are drawn, as the client takes it."""
+    length: Options = said(max_output_tokens=max_output_tokens, max_reasoning_tokens=max_reasoning_tokens)
+    drawing: Options = said(temperature=temperature, top_p=top_p, seed=seed, stop=stop, timeout_s=timeout_s)
+    return {**length, **drawing}
+
+
+@with_groups(server=server_of, prompt=prompt_of, answer=answer_options_of)
+def generate(
+    prompt: GivenPrompt,
+    server: Server,
+    answer: Options,
+    suffix: Suffix = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stream a continuation of TEXT from a running server."""
+    options: Options = {**answer, **prompt.options}
+    with server.client.stream(prompt.read(suffix), **options) as stream:
+        for text in stream:
+            if not as_json:
+                print_text(text)
+    if as_json:
+        print_json(reply_facts(stream.reply))
+        return
+    print(flush=True)
+    if not quiet:
+        err.print(cost_text(stream.reply.usage, stream.reply.finish_reason), style="dim", markup=False)
+
+
+def cost_text(usage: Usage, finish_reason: str) -> str:
+    """Return the cost of a call in one line: what was reused and from where, how long it took, how fast."""
+    tiers = ((usage.ram_tokens, "RAM"), (usage.ssd_tokens, "SSD"))
+    told = ", ".join(f"{count:,} from {tier}" for count, tier in tiers if count)
+    reused = f"{usage.ram_tokens + usage.ssd_tokens:,} cached" + (f" ({told})" if told else "")
+    parts = [f"{usage.prompt_tokens:,} prompt tokens, {reused}"]
+    if usage.output_tokens:
+        parts.append(f"first token after {duration_text(usage.ttft_s)}")
+        rate = (usage.output_tokens - 1) / usage.decode_s if usage.decode_s > 0 else 0.0
+        parts.append(f"{usage.output_tokens:,} tokens at {rate:.1f}/s")
+    else:
+        parts.append(f"{duration_text(usage.total_s)} in all")
+    return " · ".join((*parts, finish_reason.replace("_", " ").lower()))
+
+
+def reply_facts(reply: Reply) -> dict[str, object]:
+    """Return an answer for JSON."""
+    names = ("request_id", "model", "text", "reasoning", "finish_reason", "reuse_limit", "seed")
+    return {name: getattr(reply, name) for name in names} | {"usage": dataclasses.asdict(reply.usage)}

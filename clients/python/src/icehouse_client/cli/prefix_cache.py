@@ -1,0 +1,148 @@
+"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `unpin` and `evict`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated
+
+import typer
+from icehouse.v1.cache_service_pb2 import ExplainResponse, PinResponse, UnpinResponse
+from rich.progress import MofNCompleteColumn
+from rich.text import Text
+
+from icehouse_client.cli.connection import Server, server_of
+from icehouse_client.cli.console import AsJson, bar, confirm, out, printable, show
+from icehouse_client.cli.figures import duration_text, size_text
+from icehouse_client.cli.generate import cost_text
+from icehouse_client.cli.option_groups import with_groups
+from icehouse_client.cli.prompt import GivenPrompt, prompt_of
+from icehouse_client.results import reuse_limit_name, seconds, usage_from
+
+_WIDTH_LIMIT = 72
+_RAM, _SSD, _COMPUTE = "█", "▓", "░"
+_STYLES = {_RAM: "green", _SSD: "cyan", _COMPUTE: "yellow"}
+
+LIMITS = {
+    "NONE": "",
+    "NO_MATCH": "no cached prompt begins like this one",
+    "DIVERGED": "no cached prompt goes on like this one behind what is reused",
+    "NO_CHECKPOINT": "more of it is cached, but this model can go on at a checkpoint only",
+    "RECOMPUTE_FASTER": "more of it is on SSD, but computing it is predicted to be faster than loading it",
+    "LOAD_FAILED": "a block on SSD was missing or damaged, and was dropped",
+    "SWITCHED_OFF": "the server does not use its cache",
+    "UNSUPPORTED": "this model's cache cannot be cut into blocks",
+    "PROMPT_LOGPROBS": "the prompt's log probabilities were asked for, so all of it is computed",
+}
+"""Why no more is reused, by the API's word."""
+
+_about_a_prompt = with_groups(server=server_of, prompt=prompt_of)
+
+
+@_about_a_prompt
+def explain(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+    """Show what the server would reuse of a prompt, why not more, and how soon the first token would come."""
+    found = server.client.cache.explain(prompt.read(), **prompt.options)
+    show(found, explanation(found, width=out.width), as_json=as_json)
+
+
+@_about_a_prompt
+def warm(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+    """Have the server compute a prompt and keep it, without an answer."""
+    asked = prompt.read()
+    with bar("computing the prompt", MofNCompleteColumn()) as advance:
+        done = server.client.cache.warm(
+            asked,
+            on_progress=lambda now: advance(now.processed_tokens, now.prompt_tokens),
+            **prompt.options,
+        )
+    show(done, cost_text(usage_from(done.usage), "warm"), as_json=as_json)
+
+
+@_about_a_prompt
+def pin(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+    """Keep a prompt's cached blocks from being evicted by policy."""
+    done = server.client.cache.pin(prompt.read(), **prompt.options)
+    show(done, f"pinned: {_blocks(done)}", as_json=as_json)
+
+
+@_about_a_prompt
+def unpin(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+    """Take the pins of a prompt's blocks off."""
+    done = server.client.cache.unpin(prompt.read(), **prompt.options)
+    show(done, f"unpinned: {_blocks(done)}", as_json=as_json)
+
+
+@_about_a_prompt
+def evict(
+    prompt: GivenPrompt,
+    server: Server,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Everything, of every tenant; for operators.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a prompt's cached blocks from RAM and SSD, pinned ones too."""
+    if everything and prompt.prompt is not None:
+        raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")
+    if everything and not yes:
+        confirm(f"Remove everything that {server.address} has cached?")
+    asked = None if everything else prompt.read()
+    cache = server.client.cache
+    order = cache.evict_all if asked is None else functools.partial(cache.evict, asked, **prompt.options)
+    with bar("removing blocks", MofNCompleteColumn()) as advance:
+        done = order(on_progress=lambda now: advance(now.processed_block_count, now.block_count))
+    told = (
+        f"removed: {done.ram_block_count:,} blocks from RAM ({size_text(done.ram_bytes)}), "
+        f"{done.ssd_block_count:,} from SSD ({size_text(done.ssd_bytes)})"
+    )
+    show(done, told, as_json=as_json)
+
+
+def _blocks(done: PinResponse | UnpinResponse) -> str:
+    return f"{done.block_count:,} blocks with {done.token_count:,} tokens, {size_text(done.size_bytes)}"
+
+
+def explanation(found: ExplainResponse, *, width: int) -> Text:
+    """Return a bar of where a prompt's tokens come from, then the time, and why not more is reused."""
+    report = found.cache
+    compute = found.prompt_tokens - report.cached_tokens
+    parts = [(_RAM, report.ram_tokens, "from RAM"), (_SSD, report.ssd_tokens, "from SSD")]
+    parts.append((_COMPUTE, compute, "to compute"))
+    text = parts_bar([(mark, count) for mark, count, _ in parts], width=min(width, _WIDTH_LIMIT))
+    text.append(f"\n{found.prompt_tokens:,} tokens: ")
+    for index, (mark, count, what) in enumerate(parts):
+        text.append("   " if index else "")
+        text.append(mark, style=_STYLES[mark])
+        text.append(f" {count:,} {what}")
+    if found.HasField("predicted_time_to_first_token"):
+        soon = seconds(found.predicted_time_to_first_token)
+        text.append(f"\nfirst token in about {duration_text(soon)}")
+        if found.HasField("predicted_time_to_first_token_cold"):
+            cold = seconds(found.predicted_time_to_first_token_cold)
+            text.append(f", without the cache {duration_text(cold)}")
+    else:
+        text.append("\nno time is predicted yet: this server has measured no prompt")
+    limit = reuse_limit_name(report)
+    if why := LIMITS.get(limit, limit.replace("_", " ").lower()):
+        text.append(f"\nwhy not more: {why}")
+    if report.HasField("divergence"):
+        place = report.divergence
+        text.append(
+            f"\nthe nearest cached prompt parts from it at token {place.token_index:,}: "
+            f"{printable(place.prompt_token.text)!r} here, {printable(place.cached_token.text)!r} there"
+        )
+    pinned = sum(block.token_count for block in found.blocks if block.pinned)
+    if pinned:
+        text.append(f"\n{pinned:,} of its tokens are pinned")
+    return text
+
+
+def parts_bar(parts: list[tuple[str, int]], *, width: int) -> Text:
+    """Return a bar of so many columns; what is there at all has one at least."""
+    total = sum(count for _, count in parts)
+    columns = {mark: max(1, round(count * width / total)) for mark, count in parts if count}
+    if columns:
+        # What rounding gave too much or too little is the longest part's.
+        columns[max(columns, key=columns.__getitem__)] += width - sum(columns.values())
+    return Text.assemble(*((mark * count, _STYLES[mark]) for mark, count in columns.items()))

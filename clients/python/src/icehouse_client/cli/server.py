@@ -1,0 +1,152 @@
+"""Facts about a running server: `icehouse models`, `info`, `stats`, `requests` and `health`, and `cancel`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from icehouse.v1.model_service_pb2 import Model
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from icehouse_client.cli.connection import Server, server_of
+from icehouse_client.cli.console import (
+    EXIT_FAILURE,
+    AsJson,
+    err,
+    facts_of,
+    facts_table,
+    out,
+    print_json,
+    printable,
+    show,
+    table,
+)
+from icehouse_client.cli.figures import age_text, size_text
+from icehouse_client.cli.option_groups import with_groups
+from icehouse_client.cli.top import rates_between, screen
+from icehouse_client.results import seconds
+
+_asks_a_server = with_groups(server=server_of)
+
+
+@_asks_a_server
+def models(server: Server, as_json: AsJson = False) -> None:
+    """Show what a server serves: model, adapters, context, what a token's KV takes."""
+    served = server.client.models()
+    show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
+
+
+@_asks_a_server
+def stats(server: Server, as_json: AsJson = False) -> None:
+    """Print a server's counters once: requests, tokens, tiers, tenants; `top` shows them live."""
+    found = server.client.cache_stats()
+    shown = screen(found, rates_between(None, found), address=server.address)
+    show(found, shown, as_json=as_json)
+
+
+@_asks_a_server
+def info(server: Server, as_json: AsJson = False) -> None:
+    """Show a server's version, state, features, and the limits of what requests may ask for."""
+    found = server.client.server()
+    facts = facts_of(found)
+    features = [_words(name, "SERVER_FEATURE_") for name in facts["features"]]
+    shown = facts_table(
+        ("version", found.version),
+        ("state", _words(facts["state"], "SERVER_STATE_")),
+        ("up", age_text(seconds(found.uptime))),
+        ("features", ", ".join(features) or "none"),
+        *((name, f"{int(limit):,}") for name, limit in facts["limits"].items()),
+    )
+    show(facts, shown, as_json=as_json)
+
+
+@_asks_a_server
+def requests(server: Server, as_json: AsJson = False) -> None:
+    """List the requests that wait or run, the oldest first: your own, or for operators those of all."""
+    found = server.client.requests()
+    if not (found or as_json):
+        err.print("nothing waits or runs")
+        return
+    figures = ("age", "prompt", "cached", "output")
+    shown = table("request", "method", "tenant", "phase", *figures, figures=figures)
+    for each in found:
+        shown.add_row(
+            Text(each.request_id),
+            each.method.rpartition("/")[2],
+            Text(printable(each.tenant)),
+            _words(facts_of(each)["phase"], "REQUEST_PHASE_"),
+            age_text(seconds(each.age)),
+            f"{each.prompt_tokens:,}",
+            f"{each.cached_tokens:,}",
+            f"{each.output_tokens:,} of {each.max_output_tokens * each.part_count:,}",
+        )
+    show({"requests": found}, shown, as_json=as_json)
+
+
+@_asks_a_server
+def cancel(
+    server: Server,
+    request_ids: Annotated[list[str], typer.Argument(help="Requests to end, as `requests` shows them.")],
+    as_json: AsJson = False,
+) -> None:
+    """End requests within a step: your own, or for operators anybody's."""
+    ended = []
+    for request_id in request_ids:
+        ended.append(server.client.cancel(request_id))
+        if not as_json:
+            out.print(f"ended {request_id}", markup=False)
+    if as_json:
+        print_json({"requests": ended})
+
+
+@_asks_a_server
+def health(
+    server: Server,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after so many seconds.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask whether a server takes requests; exit code 0 when it does."""
+    status = server.client.health(timeout_s=timeout_s)
+    show({"status": status}, status, as_json=as_json)
+    if status != "SERVING":
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _model_table(model: Model) -> Table:
+    told = model.reply_format
+    calls = f"calls as {told.calls}" if told.calls else "no calls"
+    reasoning = f"reasoning from {told.reasoning_start}" if told.reasoning_start else "no reasoning"
+    images = "yes, each in one pass" if model.runs_images_whole else "yes"
+    kv = size_text(model.kv_bytes_per_token) if model.kv_bytes_per_token else "not known"
+    return facts_table(
+        ("model", model.id),
+        ("kind", f"{model.architecture}, {model.dtype}, quantization {model.quantization}"),
+        (
+            "size",
+            f"{model.parameter_count:,} weights, {size_text(model.weight_bytes)}, on the {model.device}",
+        ),
+        ("context", f"{model.context_tokens:,} tokens"),
+        ("KV", f"{kv} a token"),
+        ("chats", "yes" if model.has_chat_template else "no: it has no chat template"),
+        ("replies", f"{calls}, {reasoning}"),
+        ("images", images if model.reads_images else "no"),
+        ("passes", _passes(model)),
+        ("embeds", f"{model.embedding_dimensions:,} dimensions" if model.embedding_dimensions else "no"),
+        ("adapters", ", ".join(adapter.name for adapter in model.adapters) or "none"),
+        ("cache", model.fingerprint[:8] or "none is kept"),
+    )
+
+
+def _passes(model: Model) -> str:
+    """Return what sequences share of a pass; a server of before told nothing of it."""
+    splits = [_words(split, "PASS_SPLIT_") for split in facts_of(model)["pass_splits"]]
+    if splits == ["alone"]:
+        return "each sequence its own"
+    return f"shared, split at {' and '.join(splits)}" if splits else "not known"
+
+
+def _words(name: object, prefix: str) -> str:
+    """Return an enum's value in words; a number where a newer server has one that is not known here."""
+    return str(name).removeprefix(prefix).replace("_", " ").lower()

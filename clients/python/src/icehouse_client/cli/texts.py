@@ -1,0 +1,90 @@
+"""Texts and tokens: `icehouse tokenize`, `detokenize` and `embed`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.text import Text
+
+from icehouse_client.chat import Infill
+from icehouse_client.cli.connection import Server, server_of
+from icehouse_client.cli.console import AsJson, facts_table, out, print_json, print_text, printable, show
+from icehouse_client.cli.option_groups import said, with_groups
+from icehouse_client.cli.prompt import (
+    Adapter,
+    GivenPrompt,
+    Model,
+    Suffix,
+    given_text,
+    prompt_of,
+    read_token_ids,
+)
+from icehouse_client.conversation import Conversation
+from icehouse_client.embeddings import Pooling
+
+
+@with_groups(server=server_of, prompt=prompt_of)
+def tokenize(
+    prompt: GivenPrompt,
+    server: Server,
+    suffix: Suffix = None,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Print the ids in one line, as --tokens takes them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the tokens of a text or of a conversation, as the model is given them."""
+    asked = prompt.read(suffix)
+    if not isinstance(asked, str | Conversation | Infill):
+        raise typer.BadParameter("--tokens are tokens already; say TEXT or --messages")
+    tokens = server.client.tokenize(asked, model=prompt.options.get("model", ""))
+    if ids and not as_json:
+        out.print(",".join(str(token.id) for token in tokens), markup=False)
+        return
+    pieces = ((str(token.id), Text(printable(token.piece))) for token in tokens)
+    table = facts_table(*pieces, style="", justify="right")
+    facts = [{"id": token.id, "piece": token.piece} for token in tokens]
+    show(facts, Group(table, f"{len(tokens):,} tokens"), as_json=as_json)
+
+
+@with_groups(server=server_of)
+def detokenize(
+    server: Server,
+    tokens: Annotated[
+        str, typer.Argument(help="Token ids, with commas or spaces between; - reads standard input.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print the text of tokens, without those that begin, end or pad a text."""
+    token_ids = read_token_ids(given_text(tokens))
+    text = server.client.detokenize(token_ids)
+    if as_json:
+        print_json({"text": text})
+    else:
+        print_text(text, end="\n")
+
+
+@with_groups(server=server_of)
+def embed(
+    server: Server,
+    texts: Annotated[list[str], typer.Argument(help="What to embed; - reads lines of standard input.")],
+    pooling: Annotated[
+        Pooling | None, typer.Option(help="How tokens become one vector; by default as the server says.")
+    ] = None,
+    dimensions: Annotated[int | None, typer.Option(min=1, help="Keep the first so many.")] = None,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Whether vectors have length 1; by default so.")
+    ] = None,
+    model: Model = "",
+    adapter: Adapter = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print the vector of each text: a line for each, or with --json a list with the texts."""
+    inputs = given_text("-").splitlines() if texts == ["-"] else texts
+    options = said(model=model, adapter=adapter, pooling=pooling, dimensions=dimensions, normalize=normalize)
+    vectors = server.client.embed(inputs, **options)
+    pairs = [{"text": text, "vector": v} for text, v in zip(inputs, vectors, strict=True)]
+    for each in [pairs] if as_json else vectors:
+        print_json(each, indent=None)

@@ -1,1 +1,0 @@
-"""Commands that ask a running server, over the Python client."""

@@ -1,1 +1,0 @@
-"""`icehouse chat`: a conversation with a served model."""

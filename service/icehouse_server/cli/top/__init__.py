@@ -1,1 +1,0 @@
-"""`icehouse top`: a server's numbers on a terminal."""
