@@ -47,7 +47,7 @@ from icehouse_server.engine.runner.identity.source import (
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 
-OWN_VERSION: Final = 1
+OWN_VERSION: Final = 2
 """Of what this server computes KV with and cuts blocks from: raise it when either comes out otherwise than
 before by more than rounding, a fault that was mended included."""
 
