@@ -354,8 +354,6 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
 }
 """All that this server knows of mlx-lm's cache classes."""
 
-PLAIN_KV: Final = CACHE_CLASSES[KVCache]
-
 
 def class_of(cache: Cache) -> CacheClass:
     """Return the entry of a cache that is not a CacheList: this server's own classes bring theirs as

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,27 +23,6 @@ from mlx_lm.utils import (
     maybe_set_recommended_wired_limit,
 )
 from transformers import AutoTokenizer
-
-from icehouse_server.engine.kv_cache.cache_classes import Cache
-
-_BODIES = ("model", "transformer", "backbone")
-
-
-def hidden_states(model: Any, token_ids: mx.array, caches: Sequence[Cache]) -> mx.array:
-    """Return what the model's head would read, [rows, tokens, width], filling the caches.
-
-    mlx-lm's models are a body that is called with tokens and caches, and a head behind it. The body's
-    attribute is one of a few; a model made of several (text and vision) has its own inside. Raises
-    LookupError or TypeError where a model is not built so.
-    """
-    whole = getattr(model, "language_model", model)
-    body = next((found for name in _BODIES if (found := getattr(whole, name, None)) is not None), None)
-    if body is None:
-        raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)}")
-    hidden = body(token_ids, list(caches))
-    if not isinstance(hidden, mx.array) or hidden.ndim != 3:
-        raise TypeError(f"{type(body).__name__} gives no hidden states")
-    return hidden
 
 
 def knows(config: Mapping[str, Any]) -> bool:
