@@ -19,8 +19,7 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.http_server import MetricsServer
 from icehouse_server.telemetry.metric import HistogramSeries, Kind, Metric
-from icehouse_server.telemetry.observed import Observed
-from icehouse_server.telemetry.table import OBSERVED_METRICS
+from icehouse_server.telemetry.table import OBSERVED_METRICS, Observed
 
 
 class PrometheusMeter:

@@ -17,8 +17,7 @@ from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
 from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
 from icehouse_server.telemetry import spans as module
-from icehouse_server.telemetry.spans import Spans, otlp_exporter
-from icehouse_server.telemetry.stages import stages_of
+from icehouse_server.telemetry.spans import Spans, otlp_exporter, stages_of
 
 from tests.fixtures.known_blocks import Shelf, record_of
 from tests.fixtures.proxy import RefusingProxy
