@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.config.setting import MIB, Kind, setting
+from icehouse_server.config.setting import MIB, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,13 +13,11 @@ class FleetConfig:
 
     worker_enabled: bool = setting(
         False,
-        Kind.SWITCH,
         "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
         "the extra `fleet`.",
     )
     operator_kv_tokens_enabled: bool = setting(
         False,
-        Kind.SWITCH,
         "Send operators the token ids of every tenant's blocks in KV events, which are prompts in another "
         "form. Needed by a gateway that routes all tenants' prompts by their tokens, as SMG does. If off, "
         "operators get only hashes of other tenants' blocks.",
@@ -32,7 +30,6 @@ class KvEventsConfig:
 
     zmq_endpoint: str | None = setting(
         None,
-        Kind.TEXT,
         "ZeroMQ endpoint for KV events, as llm-d reads them: `tcp://127.0.0.1:5557` or `tcp://*:5557` "
         "listens, `connect:tcp://host:5557` connects to a listening subscriber. Default: none. It asks for "
         "no credentials, so whoever reaches it can read prompts' tokens.",
@@ -40,28 +37,21 @@ class KvEventsConfig:
     )
     zmq_topic: str | None = setting(
         None,
-        Kind.TEXT,
         "Topic of the ZeroMQ messages. Default: `kv@<address>@<model>`, with the server's address and the "
         "model's name.",
         flag="--kv-events-zmq-topic",
     )
     zmq_tenant: str | None = setting(
         None,
-        Kind.TEXT,
         "Tenant whose blocks are published over ZeroMQ, whose messages cannot name one. "
         "Default: the default one.",
         flag="--kv-events-zmq-tenant",
     )
     interval_ms: float = setting(
-        50.0,
-        Kind.MILLISECONDS,
-        "How often changes are sent to subscribers.",
-        minimum=1,
-        flag="--kv-events-interval-ms",
+        50.0, "How often changes are sent to subscribers.", minimum=1, flag="--kv-events-interval-ms"
     )
     replay_bytes: int = setting(
         32 * MIB,
-        Kind.BYTES,
         "Memory for events kept for subscribers that fall behind or reconnect; too slow a "
         "subscriber starts over.",
         minimum=64 * 1024,
@@ -69,7 +59,6 @@ class KvEventsConfig:
     )
     block_limit: int = setting(
         262_144,
-        Kind.COUNT,
         "Maximum blocks that are reported; each takes some 1.5 kB while there are subscribers.",
         minimum=1,
         flag="--kv-events-block-limit",

@@ -14,37 +14,28 @@ class ModelConfig:
 
     model: str = setting(
         "demo",
-        Kind.TEXT,
         'What to serve: "demo", "demo-gemma", a folder with an MLX model, or a hub id such as org/name.',
     )
     model_name: str | None = setting(
-        None, Kind.TEXT, "The model name that clients use; by default the folder's name or the hub id."
+        None, "The model name that clients use; by default the folder's name or the hub id."
     )
     dtype: str = setting(
         "auto",
-        Kind.CHOICE,
         "Type of the weights in memory; auto keeps the model's own, or uses float32 on a CPU with OpenBLAS.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     adapter_path: str | None = setting(
-        None, Kind.PATH, "Folder with a LoRA adapter to apply to every request."
+        None, "Folder with a LoRA adapter to apply to every request.", kind=Kind.PATH
     )
     adapters: tuple[NamedPath, ...] = setting(
-        (),
-        Kind.NAMED_PATHS,
-        "LoRA adapters that requests may choose: name=folder,name=folder, or a table in the file.",
+        (), "LoRA adapters that requests may choose: name=folder,name=folder, or a table in the file."
     )
     draft_model: str | None = setting(
-        None,
-        Kind.TEXT,
-        "A smaller model of the same vocabulary that guesses tokens for requests with speculation.",
+        None, "A smaller model of the same vocabulary that guesses tokens for requests with speculation."
     )
     context_token_limit: int | None = setting(
         None,
-        Kind.COUNT,
         "Maximum tokens of prompt and output together; by default the model's own context length.",
         minimum=2,
     )
-    trust_remote_code: bool = setting(
-        False, Kind.SWITCH, "Let the tokenizer run Python code that comes with the model."
-    )
+    trust_remote_code: bool = setting(False, "Let the tokenizer run Python code that comes with the model.")

@@ -1,7 +1,7 @@
-"""Setting: its kind, default, unit, range and help, declared once beside the field it fills.
+"""Setting: its default, range and help, declared once beside the field it fills.
 
-Flags, environment variables, TOML keys, `icehouse config` and docs/settings.md are all
-derived from these declarations.
+What kind it is of follows from the field's type and the unit at the end of its name. Flags, environment
+variables, TOML keys, `icehouse config` and docs/settings.md are all derived from these declarations.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import math
 import re
+import typing
 from typing import Any
 
 from icehouse_server.config.named_paths import NamedPath, read_named_paths
@@ -58,6 +59,15 @@ class Kind(enum.Enum):
     CHOICE = "choice"
     NAMED_PATHS = "named paths"
     """Folders by name: a TOML table, or "name=folder,name=folder"."""
+
+
+_KIND_OF_UNIT = {
+    "_bytes": Kind.BYTES,
+    "_byte_limit": Kind.BYTES,
+    "_s": Kind.SECONDS,
+    "_ms": Kind.MILLISECONDS,
+    "_ratio": Kind.RATIO,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,42 +215,47 @@ def _number_text(number: float) -> str:
 
 def setting(
     default: Value,
-    kind: Kind,
     help: str,
     *,
+    kind: Kind | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
     flag: str | None = None,
 ) -> Any:
-    """Declare a section's field. `help` is one sentence that says what, and what 0 or absence means."""
-    metadata = {
-        "kind": kind,
-        "help": help,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": choices,
-        "flag": flag,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    """Declare a section's field. `help` says what it does, and what 0 or absence means."""
+    facts = {"help": help, "kind": kind, "minimum": minimum, "maximum": maximum}
+    return dataclasses.field(default=default, metadata={**facts, "choices": choices, "flag_override": flag})
 
 
 def settings_of(section: str, owner: type[Any]) -> tuple[Setting, ...]:
     """Return the declarations of one section's dataclass, in order."""
+    types = typing.get_type_hints(owner)
     return tuple(
         Setting(
-            section=section,
-            name=field.name,
-            kind=field.metadata["kind"],
-            default=None if field.default is dataclasses.MISSING else field.default,
-            help=field.metadata["help"],
-            minimum=field.metadata["minimum"],
-            maximum=field.metadata["maximum"],
-            choices=field.metadata["choices"],
-            flag_override=field.metadata["flag"],
+            **{
+                **field.metadata,
+                "section": section,
+                "name": field.name,
+                "default": field.default,
+                "kind": field.metadata["kind"]
+                or _kind_of(field.name, types[field.name], bool(field.metadata["choices"])),
+            }
         )
         for field in dataclasses.fields(owner)
     )
+
+
+def _kind_of(name: str, type_: object, has_choices: bool) -> Kind:
+    if type_ is bool:
+        return Kind.SWITCH
+    if has_choices:
+        return Kind.CHOICE
+    if type_ in (str, str | None):
+        return Kind.TEXT
+    if type_ in (int, int | None, float):
+        return next((kind for unit, kind in _KIND_OF_UNIT.items() if name.endswith(unit)), Kind.COUNT)
+    return Kind.NAMED_PATHS
 
 
 def size_text(size_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from icehouse_server.config.setting import Kind, setting
+from icehouse_server.config.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,46 +13,35 @@ class TenantConfig:
     """Limits for each tenant. How many requests of one run at once is `engine.tenant_running_limit`."""
 
     waiting_limit: int = setting(
-        0,
-        Kind.COUNT,
-        "Maximum waiting requests of one tenant; 0 is unlimited.",
-        minimum=0,
-        flag="--tenant-waiting-limit",
+        0, "Maximum waiting requests of one tenant; 0 is unlimited.", minimum=0, flag="--tenant-waiting-limit"
     )
     tokens_per_minute: int = setting(
         0,
-        Kind.COUNT,
         "Maximum prompt and output tokens of one tenant per minute; 0 is unlimited.",
         minimum=0,
         flag="--tenant-tokens-per-minute",
     )
     ram_bytes: int = setting(
         0,
-        Kind.BYTES,
         "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.",
         minimum=0,
         flag="--tenant-ram-bytes",
     )
     ssd_bytes: int = setting(
         0,
-        Kind.BYTES,
         "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.",
         minimum=0,
         flag="--tenant-ssd-bytes",
     )
     shared_prefixes: str | None = setting(
         None,
-        Kind.TEXT,
         "Tenants, comma-separated, whose cached prompts others may start from; `a=b+c` allows b and c only.",
-        flag="--shared-prefixes",
     )
 
     normalized_prompts: str | None = setting(
         None,
-        Kind.TEXT,
         "Tenants, comma-separated, whose conversations are normalized: volatile billing lines are removed "
         "and tools put in a stable order. `*` is every tenant.",
-        flag="--normalized-prompts",
     )
 
     def normalizes(self, tenant: str) -> bool:
