@@ -17,7 +17,7 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
-from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from icehouse_server.config.edge import SecurityConfig
 from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
-from icehouse_server.config.security import SecurityConfig
 from icehouse_server.config.setting import Setting, Value
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file

@@ -13,16 +13,16 @@ import re
 import typing
 from typing import Any
 
-from icehouse_server.config.named_paths import NamedPath, read_named_paths
 from icehouse_server.errors import ConfigError, Reason
 
-Value = str | int | float | bool | tuple[NamedPath, ...] | None
-
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 _GREATEST = (1 << 63) - 1
 _SHOWN_LIMIT = 200
+_PATH_NAME = re.compile(r"[A-Za-z0-9._:\-]{1,64}")
+_PATH_LIMIT = 64
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
@@ -40,6 +40,20 @@ _SWITCH_WORDS = {
     "off": False,
     "0": False,
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedPath:
+    """A folder and the name by which callers know it."""
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
+Value = str | int | float | bool | tuple[NamedPath, ...] | None
 
 
 class Kind(enum.Enum):
@@ -135,7 +149,7 @@ class Setting:
                 return self._read_bytes(raw, source)
             case Kind.NAMED_PATHS:
                 try:
-                    return read_named_paths(raw)
+                    return _read_named_paths(raw)
                 except ValueError as error:
                     raise self._refuse(raw, source, str(error)) from error
             case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
@@ -199,6 +213,31 @@ class Setting:
         )
 
 
+def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
+    """Return the folders in the order given; raises ValueError with a complaint that follows the value."""
+    if isinstance(raw, tuple):
+        return raw
+    if isinstance(raw, dict):
+        pairs = [(str(name), path) for name, path in raw.items()]
+    elif isinstance(raw, str):
+        parts = [part.partition("=") for part in names_in(raw)]
+        pairs = [(name.strip(), path.strip()) for name, _, path in parts]
+    else:
+        raise ValueError("is neither a table of folders nor a text such as name=folder,name=folder")
+    if len(pairs) > _PATH_LIMIT:
+        raise ValueError(f"names {len(pairs)} folders, and the limit is {_PATH_LIMIT}")
+    seen: set[str] = set()
+    for name, path in pairs:
+        if _PATH_NAME.fullmatch(name) is None:
+            raise ValueError(f"has the name {name!r}; names are 1 to 64 of A-Z a-z 0-9 . _ : -")
+        if name in seen:
+            raise ValueError(f"names {name!r} twice")
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"names no folder for {name!r}; write name=folder")
+        seen.add(name)
+    return tuple(NamedPath(name, path) for name, path in pairs)
+
+
 def _shown(raw: object) -> str:
     """Return a value as a message says it: on one line, and not all of what is very long."""
     try:
@@ -256,6 +295,11 @@ def _kind_of(name: str, type_: object, has_choices: bool) -> Kind:
     if type_ in (int, int | None, float):
         return next((kind for unit, kind in _KIND_OF_UNIT.items() if name.endswith(unit)), Kind.COUNT)
     return Kind.NAMED_PATHS
+
+
+def names_in(text: str | None, separator: str = ",") -> tuple[str, ...]:
+    """Return what a text lists, without white space and empty parts."""
+    return tuple(name for part in (text or "").split(separator) if (name := part.strip()))
 
 
 def size_text(size_bytes: int) -> str:
