@@ -1,14 +1,14 @@
 """Cipher of the cache, from the configured key. `cryptography` is needed from here on only.
 
-The key that the cache's data keys are wrapped by: from a file or from a command, never from a flag.
-
-A flag's value can be read by every user of the machine (`ps`), and a variable's by those who may
-debug the process; a private file and a keychain cannot.
+The key comes from a file or a command, never from a flag or a variable: every user of the machine can read a
+flag's value (`ps`), and whoever may debug the process a variable's.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -188,25 +188,12 @@ def key_of_command(command: str) -> bytes:
 def _parse(text: bytes, what: str) -> bytes:
     words = text.decode("ascii", errors="replace").split()
     if len(words) == 1:
-        for decode in (_from_hex, _from_base64):
-            key = decode(words[0])
-            if key is not None and len(key) == KEY_BYTES:
-                return key
+        for decode in (bytes.fromhex, functools.partial(base64.b64decode, validate=True)):
+            with contextlib.suppress(ValueError):
+                key = decode(words[0])
+                if len(key) == KEY_BYTES:
+                    return key
     raise _refuse(f"{what} is no key: {_ADVICE}", what=what)
-
-
-def _from_hex(word: str) -> bytes | None:
-    try:
-        return bytes.fromhex(word)
-    except ValueError:
-        return None
-
-
-def _from_base64(word: str) -> bytes | None:
-    try:
-        return base64.b64decode(word, validate=True)
-    except ValueError:
-        return None
 
 
 def _refuse(message: str, *, what: str) -> StartError:

@@ -1,9 +1,4 @@
-"""Machine limits: memory, heap and open files that this process may use.
-
-glibc's heap under a server that frees large arrays all day, and Python's that is looked through.
-
-How many files and sockets the process may have open.
-"""
+"""Machine limits: the memory, heap and open files that this process may use."""
 
 from __future__ import annotations
 

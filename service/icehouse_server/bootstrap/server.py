@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
-from icehouse_server.bootstrap.kv_events import KvEventParts
+from icehouse_server.bootstrap.fleet import KvEventParts, worker_parts
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import LocalModel, check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
-from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
