@@ -126,9 +126,7 @@ class Setting:
 
         Raises ConfigError naming the setting, the source, the value and what is allowed.
         """
-        if raw is None or (raw == "" and self.optional):
-            if not self.optional:
-                raise self._refuse(raw, source, "is missing")
+        if raw == "" and self.optional:
             return None
         value = self._read(raw, source)
         self._check_range(value, source)
