@@ -11,7 +11,7 @@ from pathlib import Path
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.fleet import KvEventParts, worker_parts
 from icehouse_server.bootstrap.machine import memory_limit
-from icehouse_server.bootstrap.model_source import LocalModel, check_files
+from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
@@ -97,11 +97,11 @@ class Server:
 def build_server(
     config: Config,
     *,
-    model: LocalModel,
+    model: ModelSource,
     device: Device,
     router: Router,
     clock: Clock,
-    draft: LocalModel | None = None,
+    draft: ModelSource | None = None,
 ) -> Server:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
@@ -118,7 +118,7 @@ def build_server(
         settings=runner_settings(config, device),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
-        draft_source=draft_source(config.model, draft, dtype=source.dtype),
+        draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
     )
     telemetry = TelemetryParts(config)
     cache = build_cache_parts(
@@ -172,18 +172,6 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
     )
 
 
-def draft_source(config: ModelConfig, draft: LocalModel | None, *, dtype: str) -> ModelSource | None:
-    """Return where the draft model is; its weights have the type that the model's have."""
-    if draft is None:
-        return None
-    return ModelSource(
-        path=draft.path,
-        model_id=draft.model_id,
-        dtype=dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
     """Return what compiles response formats for the model's table of tokens."""
     # A form is compiled twice, and may wait for another one.
@@ -199,16 +187,14 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     )
 
 
-def model_source(config: Config, model: LocalModel, *, dtype: str) -> ModelSource:
+def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
     """Return what to load; raises ModelError when an adapter's folder holds none."""
-    return ModelSource(
-        path=model.path,
-        model_id=model.model_id,
+    return dataclasses.replace(
+        model,
         dtype=dtype,
         adapter_path=config.model.adapter_path,
         adapters=tuple(adapter_source(named) for named in config.model.adapters),
         context_token_limit=config.model.context_token_limit,
-        trust_remote_code=config.model.trust_remote_code,
     )
 
 
