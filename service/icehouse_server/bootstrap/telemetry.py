@@ -44,13 +44,12 @@ class TelemetryParts:
         check_status_page(config)
         self._config = config
         self._endpoint: PrometheusEndpoint | None = None
-        self._meter: PrometheusMeter | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
             # Slow to import: only who asks for metrics pays for it.
             from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 
-            self._meter = meter = PrometheusMeter()
+            meter = PrometheusMeter()
             self._endpoint = PrometheusEndpoint(
                 meter, host=settings.metrics_host, port=settings.metrics_port, names=settings.own_names
             )
@@ -92,11 +91,11 @@ class TelemetryParts:
 
     def start(self, rpc: RpcServer, clock: Clock) -> None:
         """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
-        if self._endpoint is None or self._meter is None:
+        if self._endpoint is None:
             return
         page = None
         if self._config.telemetry.status_page_enabled:
-            page = open_status_page(self._config, rpc.status, meter=self._meter, clock=clock)
+            page = open_status_page(self._config, rpc.status, meter=self._endpoint.meter, clock=clock)
         poller = rpc.poller
         url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
         _log.info("metrics_opened", extra={"url": url})

@@ -69,18 +69,6 @@ def block_hash(
     return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
 
 
-def prefix_hashes(
-    *, parent: BlockHash, token_ids: Sequence[int], lengths: Sequence[int], secret: bytes = b""
-) -> list[BlockHash]:
-    """Return `block_hash` of the first so many of these tokens, for each length; they are packed once."""
-    packed = pack_tokens(token_ids)
-    counts = [(length, length.to_bytes(8, "little")) for length in lengths]
-    return [
-        _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
-        for length, count in counts
-    ]
-
-
 TokenKeys = tuple[int, ...]
 """One key for each token of a run."""
 
@@ -148,10 +136,15 @@ def key_hash(*, parent: BlockHash, keys: Sequence[int], secret: bytes = b"") -> 
 def prefix_key_hashes(
     *, parent: BlockHash, keys: Sequence[int], lengths: Sequence[int], secret: bytes = b""
 ) -> list[BlockHash]:
-    """Return `key_hash` of the first so many of these tokens, for each length."""
+    """Return `key_hash` of the first so many of these tokens, for each length; text is packed once."""
     if has_image(keys):
         return [key_hash(parent=parent, keys=keys[:length], secret=secret) for length in lengths]
-    return prefix_hashes(parent=parent, token_ids=keys, lengths=lengths, secret=secret)
+    packed = pack_tokens(keys)
+    counts = [(length, length.to_bytes(8, "little")) for length in lengths]
+    return [
+        _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
+        for length, count in counts
+    ]
 
 
 def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:

@@ -1,7 +1,4 @@
-"""Conversation as it is asked for: its turns, the tools on offer, and how the prompt is to end.
-
-What a chat's output is made of. The pieces of one output come in the order in which it was written.
-"""
+"""Conversation as it is asked for: its turns, tools and images; and the pieces that its reply is made of."""
 
 from __future__ import annotations
 
@@ -213,7 +210,7 @@ class RenderedChat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What the model says."""
+    """What the model says. The pieces of one output come in the order in which it was written."""
 
     text: str
 

@@ -1,7 +1,4 @@
-"""Model facts, and the state of the engine that serves it.
-
-A LoRA adapter that is served beside the model it was trained on.
-"""
+"""Model facts: what is told of a loaded model and its adapters, and the state of the engine."""
 
 from __future__ import annotations
 

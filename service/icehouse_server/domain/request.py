@@ -1,12 +1,6 @@
 """Generation request: what one caller asks of the engine, after validation and tokenization.
 
-Vectors of texts: how hidden states are pooled, and what becomes of the vector.
-
-Log probabilities of tokens, as the model gave them.
-
-Speculative decoding as callers ask for it and hear of it.
-
-Images as a model takes them: tensors in host memory, and where their tokens stand in the prompt.
+With its parts: pooling, log probabilities, speculation, and images as a model takes them.
 """
 
 from __future__ import annotations

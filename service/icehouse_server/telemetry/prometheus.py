@@ -85,7 +85,7 @@ class PrometheusEndpoint:
     """An HTTP server for scrapes, from `start` to `stop`."""
 
     def __init__(self, meter: PrometheusMeter, *, host: str, port: int, names: Collection[str] = ()) -> None:
-        self._meter = meter
+        self.meter = meter
         self._host = host
         self._port = port
         self._names = names
@@ -98,8 +98,8 @@ class PrometheusEndpoint:
 
         `pages` are by path; every other path answers with the metrics.
         """
-        self._meter.registry.register(SnapshotCollector(latest))
-        app: WSGIApplication = make_wsgi_app(self._meter.registry)
+        self.meter.registry.register(SnapshotCollector(latest))
+        app: WSGIApplication = make_wsgi_app(self.meter.registry)
         routed = _routed(pages, app) if pages else app
         try:
             self._server = MetricsServer(self._host, self._port, routed, names=self._names)
