@@ -128,68 +128,29 @@ class Setting:
         """
         if raw == "" and self.optional:
             return None
-        value = self._read(raw, source)
-        self._check_range(value, source)
+        shown = raw
+        try:
+            value = shown = _read(raw, self.kind)
+            self._check_range(value)
+        except ValueError as error:
+            raise ConfigError(
+                Reason.CONFIG_INVALID,
+                f"{self.key} = {_shown(shown)} (from {source}) {error}",
+                field=self.key,
+                metadata={"value": _shown(shown), "source": source, "allowed": self.range_text},
+            ) from None
         return value
 
-    def _read(self, raw: object, source: str) -> Value:
-        match self.kind:
-            case Kind.TEXT | Kind.PATH | Kind.CHOICE:
-                if not isinstance(raw, str) or not raw.strip():
-                    raise self._refuse(raw, source, "is not a text")
-                return raw
-            case Kind.SWITCH:
-                switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
-                if switch is None:
-                    raise self._refuse(raw, source, "is not true or false")
-                return switch
-            case Kind.BYTES:
-                return self._read_bytes(raw, source)
-            case Kind.NAMED_PATHS:
-                try:
-                    return _read_named_paths(raw)
-                except ValueError as error:
-                    raise self._refuse(raw, source, str(error)) from error
-            case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
-                return self._read_number(raw, source)
-
-    def _read_number(self, raw: object, source: str) -> int | float:
-        whole = self.kind is Kind.COUNT
-        if (
-            isinstance(raw, bool)
-            or not isinstance(raw, str | int | float)
-            or (whole and isinstance(raw, float))
-        ):
-            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number")
-        try:
-            number = int(raw) if whole else float(raw)
-            if whole or math.isfinite(number):
-                return number
-            raise self._refuse(raw, source, "is not a finite number")
-        except OverflowError:
-            raise self._refuse(raw, source, "is not a finite number") from None
-        except ValueError:
-            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number") from None
-
-    def _read_bytes(self, raw: object, source: str) -> int:
-        if isinstance(raw, int) and not isinstance(raw, bool):
-            return raw
-        found = _SIZE.match(raw) if isinstance(raw, str) else None
-        size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
-        if not math.isfinite(size):
-            raise self._refuse(raw, source, 'is not a size; write bytes, or say "500MB" or "4GiB"')
-        return int(size)
-
-    def _check_range(self, value: Value, source: str) -> None:
+    def _check_range(self, value: Value) -> None:
         if isinstance(value, int) and abs(value) > _GREATEST:
-            raise self._refuse(value, source, "is a number of more than 64 bits")
+            raise ValueError("is a number of more than 64 bits")
         if self.choices and value not in self.choices:
-            raise self._refuse(value, source, f"is none of {', '.join(self.choices)}")
+            raise ValueError(f"is none of {', '.join(self.choices)}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             below = self.minimum is not None and not value >= self.minimum
             above = self.maximum is not None and not value <= self.maximum
             if below or above:
-                raise self._refuse(value, source, f"is outside {self.range_text}")
+                raise ValueError(f"is outside {self.range_text}")
 
     @property
     def range_text(self) -> str:
@@ -202,17 +163,53 @@ class Setting:
             return f"{low} to {high}"
         return f"{low} or more" if low else f"{high} or less" if high else ""
 
-    def _refuse(self, raw: object, source: str, complaint: str) -> ConfigError:
-        return ConfigError(
-            Reason.CONFIG_INVALID,
-            f"{self.key} = {_shown(raw)} (from {source}) {complaint}",
-            field=self.key,
-            metadata={"value": _shown(raw), "source": source, "allowed": self.range_text},
-        )
+
+def _read(raw: object, kind: Kind) -> Value:
+    """Return a text or a TOML value as this kind's; raises ValueError with a complaint that follows it."""
+    match kind:
+        case Kind.TEXT | Kind.PATH | Kind.CHOICE:
+            if not isinstance(raw, str) or not raw.strip():
+                raise ValueError("is not a text")
+            return raw
+        case Kind.SWITCH:
+            switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
+            if switch is None:
+                raise ValueError("is not true or false")
+            return switch
+        case Kind.BYTES:
+            return _read_bytes(raw)
+        case Kind.NAMED_PATHS:
+            return _read_named_paths(raw)
+        case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
+            return _read_number(raw, is_whole=kind is Kind.COUNT)
+
+
+def _read_number(raw: object, *, is_whole: bool) -> int | float:
+    complaint = "is not a whole number" if is_whole else "is not a number"
+    if isinstance(raw, bool) or not isinstance(raw, str | int if is_whole else str | int | float):
+        raise ValueError(complaint)
+    try:
+        number = int(raw) if is_whole else float(raw)
+    except OverflowError:
+        number = math.inf
+    except ValueError:
+        raise ValueError(complaint) from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def _read_bytes(raw: object) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    found = _SIZE.match(raw) if isinstance(raw, str) else None
+    size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
+    if not math.isfinite(size):
+        raise ValueError('is not a size; write bytes, or say "500MB" or "4GiB"')
+    return int(size)
 
 
 def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
-    """Return the folders in the order given; raises ValueError with a complaint that follows the value."""
     if isinstance(raw, tuple):
         return raw
     if isinstance(raw, dict):
