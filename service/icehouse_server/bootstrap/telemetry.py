@@ -28,7 +28,7 @@ from icehouse_server.telemetry.status_page.report import ReportRules
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-    from icehouse_server.telemetry.spans import Spans
+    from icehouse_server.telemetry.spans import CallSpans
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -110,13 +110,13 @@ class TelemetryParts:
             self._spans.stop()
 
 
-def _open_spans(settings: TelemetryConfig) -> Spans | None:
+def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
     if settings.traces_endpoint is None:
         return None
     with imports_of_extra("otel", setting="telemetry.traces_endpoint"):
         # Slow to import, too: only who asks for traces pays for it.
-        from icehouse_server.telemetry.spans import Spans, otlp_exporter
-    return Spans(
+        from icehouse_server.telemetry.spans import CallSpans, otlp_exporter
+    return CallSpans(
         otlp_exporter(settings.traces_endpoint),
         sample_ratio=settings.traces_sample_ratio,
         version=server_version(),

@@ -182,6 +182,11 @@ class CacheConfig:
     )
 
     @property
+    def has_ssd(self) -> bool:
+        """Whether there is an SSD tier."""
+        return self.enabled and self.ssd_enabled
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether blocks are encrypted on their way to the SSD."""
         return self.key_file is not None or self.key_command is not None

@@ -72,7 +72,7 @@ class EngineStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
+class SampleRates:
     """Per second, between the last two samples."""
 
     finished_per_s: float = 0.0
@@ -107,7 +107,7 @@ class Snapshot:
     model: ModelInfo | None = None
     engine: EngineStats | None = None
     cache: CacheStats | None = None
-    rates: Rates = Rates()
+    rates: SampleRates = SampleRates()
     tenants: tuple[TenantUse, ...] = ()
     """As the edge counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()

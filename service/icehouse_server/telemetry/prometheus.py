@@ -18,7 +18,7 @@ from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.http_server import MetricsServer
-from icehouse_server.telemetry.metric import HistogramSeries, Kind, Metric
+from icehouse_server.telemetry.metric import HistogramSeries, Metric, MetricKind
 from icehouse_server.telemetry.table import OBSERVED_METRICS, Observed
 
 
@@ -32,7 +32,7 @@ class PrometheusMeter:
         self._histograms: dict[str, Histogram] = {}
         for metric in CALL_METRICS:
             names = (metric.prometheus_name, metric.description, metric.prometheus_labels)
-            if metric.kind is Kind.COUNTER:
+            if metric.kind is MetricKind.COUNTER:
                 self._counters[metric.name] = Counter(*names, registry=self.registry)
             else:
                 self._histograms[metric.name] = Histogram(
@@ -128,5 +128,5 @@ def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication) -> W
 
 def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:
     metric = row.metric
-    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.prometheus_name, metric.description, labels=metric.prometheus_labels)

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
 
-Spans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
+CallSpans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
 block is committed, on the storage thread. The inference thread only ever tells plain numbers, and
 sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
 """
@@ -71,7 +71,7 @@ def _is_local(endpoint: str) -> bool:
         return False
 
 
-class Spans:
+class CallSpans:
     """Makes the spans. `trace` belongs to the event loop, `spilled` to the storage thread."""
 
     def __init__(self, exporter: SpanExporter, *, sample_ratio: float, version: str) -> None:

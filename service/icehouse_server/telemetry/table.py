@@ -13,7 +13,7 @@ from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import EngineStats, KvEventStats, Snapshot, TenantUse
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
-from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.metric import Metric, MetricKind
 
 Labels = tuple[str, ...]
 
@@ -42,14 +42,14 @@ class _Rows(Generic[_Part]):
         self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
     ) -> Observed:
         """Return a row that only grows."""
-        metric = Metric(name, Kind.COUNTER, unit, description, (*self.labels, *labels))
+        metric = Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels))
         return Observed(metric, lambda s: self._values(s, read))
 
     def gauge(
         self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
     ) -> Observed:
         """Return a row that goes up and down."""
-        metric = Metric(name, Kind.GAUGE, unit, description, (*self.labels, *labels))
+        metric = Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels))
         return Observed(metric, lambda s: self._values(s, read))
 
     def _values(self, s: Snapshot, read: Callable[[_Part], Reading]) -> Iterator[tuple[Labels, float]]:
