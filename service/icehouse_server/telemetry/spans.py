@@ -225,32 +225,25 @@ def _names_of(span: Span) -> SpanNames:
 
 
 def _attributes_of(record: CallRecord) -> dict[str, Attribute]:
-    attributes: dict[str, Attribute] = {
+    operation, started, usage = record.operation, record.started, record.usage
+    attributes: dict[str, Attribute | None] = {
         "rpc.system.name": "grpc",
         "rpc.method": record.method,
         "rpc.response.status_code": record.code,
         "icehouse.request.id": record.request_id,
         "icehouse.peer": record.peer.value,
+        "error.type": record.error_type or None,
+        "icehouse.tenant": record.tenant or None,
+        "gen_ai.conversation.id": record.session_id or None,
+        "gen_ai.operation.name": operation.value if operation else None,
+        "gen_ai.provider.name": PROVIDER if operation else None,
+        "gen_ai.request.model": record.model_id or None,
+        "gen_ai.usage.input_tokens": record.prompt_token_count or None,
+        "gen_ai.usage.cache_read.input_tokens": started.cache.cached_token_count if started else None,
+        "gen_ai.usage.output_tokens": usage.output_token_count if usage else None,
+        "gen_ai.response.time_to_first_chunk": usage.ttft_s if usage else None,
     }
-    if record.error_type:
-        attributes["error.type"] = record.error_type
-    if record.tenant:
-        attributes["icehouse.tenant"] = record.tenant
-    if record.session_id:
-        attributes["gen_ai.conversation.id"] = record.session_id
-    if record.operation is not None:
-        attributes["gen_ai.operation.name"] = record.operation.value
-        attributes["gen_ai.provider.name"] = PROVIDER
-    if record.model_id:
-        attributes["gen_ai.request.model"] = record.model_id
-    if record.prompt_token_count:
-        attributes["gen_ai.usage.input_tokens"] = record.prompt_token_count
-    if record.started is not None:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = record.started.cache.cached_token_count
-    if record.usage is not None:
-        attributes["gen_ai.usage.output_tokens"] = record.usage.output_token_count
-        attributes["gen_ai.response.time_to_first_chunk"] = record.usage.ttft_s
-    return attributes
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _ns(time_s: float) -> int:
