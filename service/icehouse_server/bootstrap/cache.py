@@ -46,7 +46,7 @@ class CacheParts:
     adopt_budget_s: float
     storage: LocalTier | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
-    """What comes to the tiers and leaves them, for KV events."""
+    """Blocks that enter and leave the tiers, for KV events."""
 
     def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
@@ -126,9 +126,9 @@ def build_cache_parts(
 
 
 def check_directory(cache: CacheConfig) -> None:
-    """Raise StartError where another process has the cache directory, or something in it is not ours alone.
+    """Raise StartError if another process has the cache directory, or others may change files in it.
 
-    Takes nothing, and makes none. A disk that refuses or hangs is told of when the tier begins.
+    Keeps no lock and creates no directory. A disk that fails or hangs is reported when the tier starts.
     """
     directory = str(cache.block_directory.absolute())
     files = SystemFiles()
@@ -143,14 +143,14 @@ def check_directory(cache: CacheConfig) -> None:
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:
-    """Return what is known of weight files; None without an SSD tier, where it would be kept and matter."""
+    """Return the known digests of weight files; None without an SSD tier, which keeps them."""
     if not cache.has_ssd:
         return None
     return DigestBook(str(cache.block_directory.absolute()), files=SystemFiles(), clock=clock)
 
 
 def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBook | None) -> ModelFingerprint:
-    """Return the fingerprint of the model as it will be served; new weights are read for it once."""
+    """Return the fingerprint of the model as served. New weights are read once to make it."""
     model, cache = config.model, config.cache
     quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
     return model_fingerprint(

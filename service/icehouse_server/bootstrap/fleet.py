@@ -1,4 +1,4 @@
-"""Fleet: what the configuration wants gateways to be told, by KV events and by the worker protocol."""
+"""Fleet: the KV events and the worker protocol that the configuration offers to gateways."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 class KvEventParts:
-    """Started when the edge is bound, stopped before it is. Raises ConfigError without the extra."""
+    """Started when the RPC server listens. Raises ConfigError without the extra for ZeroMQ."""
 
     def __init__(
         self, config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
@@ -55,7 +55,7 @@ class KvEventParts:
             _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
 
     async def stop(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         await self.source.stop()
         if self._publisher is not None:
             await self._publisher.stop()
@@ -83,7 +83,7 @@ class KvEventParts:
         )
 
     def _topic(self) -> str:
-        """Return the topic; asked for when there are events, and so a model."""
+        """Return the topic. Called when there are events, so there is a model."""
         model, topic = self._router.model, self._config.kv_events.zmq_topic
         assert model is not None, "events before a model"
         return topic or f"kv@{self._address}@{model.info.model_id}"
@@ -104,7 +104,7 @@ def worker_parts(
     running_limit: int,
     kv_events: KvEventSource | None = None,
 ) -> WorkerParts | None:
-    """Return what the worker protocol needs, None where it is off; raises ConfigError without its extra."""
+    """Return the parts of the worker protocol, None if it is off. Raises ConfigError without its extra."""
     if not config.fleet.worker_enabled:
         return None
     with imports_of_extra("fleet", setting="fleet.worker_enabled"):
@@ -134,7 +134,7 @@ def worker_parts(
 
 
 def _token_id(model: Mapping[str, Any], key: str) -> int:
-    """Return a token of the model's configuration; 0 where it has none, which is how the protocol says so."""
+    """Return a token of the model's configuration; 0 if it has none, as the protocol wants it."""
     found = model.get(key)
     first = found[0] if isinstance(found, list) and found else found
     return first if isinstance(first, int) and first >= 0 else 0

@@ -1,4 +1,4 @@
-"""Model source: from what `--model` says to a folder on this disk and the name that callers use."""
+"""Model source: finds, makes or downloads the folder of `--model`, and the model's name."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> Model
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a folder with a pipe, socket or device in it: reading that may take for ever.
+    """Raise ModelError for a folder that contains a pipe, socket or device, since reading one may never end.
 
-    Links are followed, since those of the hub's cache are some.
+    Links are followed: the hub's cache consists of them.
     """
     try:
         paths = sorted(folder.iterdir())
@@ -65,13 +65,12 @@ def check_files(folder: Path) -> None:
 
 
 def find_sight(path: Path) -> Sight:
-    """Return what would be served of a model folder's images; raises ModelError for no model's folder."""
+    """Return whether images would be served for a model folder. Raises ModelError for no such folder."""
     return sight_of(path)
 
 
 def find_reply_format(path: Path) -> ReplyFormatInfo | None:
-    """Return how the replies of a folder's model would be read; None without a chat template. Raises
-    ModelError."""
+    """Return how replies of the model would be parsed; None without a chat template. Raises ModelError."""
     return load_tokenizer(ModelSource(path, model_id=path.name)).reply_format
 
 

@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX's CPU build on Linux: loaded in front of MLX, whose calls then find it first.
+"""OpenBLAS for MLX's CPU build on Linux: loaded before MLX, so that MLX's calls find it first.
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
 Gemma 3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
@@ -30,8 +30,10 @@ _KNOWN_PLACES = (
 
 
 def runs_on_cpu() -> bool:
-    """Whether MLX will likely run on the CPU of a Linux machine: a guess, for what must come before MLX is
-    imported. Afterwards `icehouse_server.device` knows."""
+    """Guess, before MLX is imported, whether it will run on the CPU of a Linux machine.
+
+    Afterwards `icehouse_server.device` knows.
+    """
     return sys.platform == "linux" and not any(_installed(f"mlx-cuda-{n}") for n in (12, 13))
 
 
@@ -45,7 +47,7 @@ def find_openblas() -> Path | None:
 
 
 def openblas_loaded() -> bool:
-    """Whether this very process has OpenBLAS mapped (it is asked of the kernel, not of a variable)."""
+    """Whether this process has OpenBLAS mapped, according to the kernel."""
     try:
         return "libopenblas" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -53,7 +55,7 @@ def openblas_loaded() -> bool:
 
 
 def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment in which another program starts with OpenBLAS; None without need or way."""
+    """Return an environment that starts a program with OpenBLAS; None if not needed or not installed."""
     if not runs_on_cpu() or environ.get(PRELOADED_VARIABLE) or openblas_loaded():
         return None
     library = find_openblas()
@@ -64,10 +66,10 @@ def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def load_openblas() -> None:
-    """Load OpenBLAS into this process, where MLX needs it; to be called before MLX is imported.
+    """Load OpenBLAS into this process if MLX needs it. Call it before MLX is imported.
 
-    Its symbols are made global, and a library that is loaded later looks among those before it looks into
-    the libraries that it names itself: as with LD_PRELOAD, without a second start.
+    Its symbols become global, and libraries that are loaded later find these before those of their own
+    dependencies. So it works like LD_PRELOAD, without a second start.
     """
     if not runs_on_cpu() or openblas_loaded():
         return

@@ -51,13 +51,13 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """What 0 in the engine's settings means."""
+    """Values for engine settings that are 0."""
 
     decode_batch_limit: int
     prefill_chunk_token_count: int
     prefill_grid_token_count: int
     chunks_per_pass: int
-    """How many chunks' tokens a pass may hold, of several prompts."""
+    """How many chunks, of several prompts, fit into a pass."""
     policy: PassPolicy
 
 
@@ -82,7 +82,7 @@ GPU_DEFAULTS = DeviceDefaults(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Server:
-    """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
+    """The parts of one server, which `cli.serve` starts and stops."""
 
     engine: Engine
     rpc: RpcServer
@@ -158,7 +158,7 @@ def build_server(
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:
-    """Return how the model is run here."""
+    """Return the settings by which the model runs on this device."""
     return RunnerSettings(
         is_pipelined=device.runs_ahead,
         attention=Attention(config.engine.attention),
@@ -173,7 +173,7 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
 
 
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
-    """Return what compiles response formats for the model's table of tokens."""
+    """Return the compiler of response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
     limits = TrialLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
@@ -207,8 +207,10 @@ def adapter_source(named: NamedPath) -> AdapterSource:
 
 
 def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
-    """Return what reads images for the model, None where it reads text alone; raises ModelError when the
-    extra is missing or the folder has no processor."""
+    """Return the model's image reader, None for a model of text alone.
+
+    Raises ModelError when the extra is missing or the folder has no processor.
+    """
     if not sees_images(source.path):
         return None
     # Of an optional extra.
@@ -228,7 +230,7 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
 
 
 def weights_dtype(config: ModelConfig, device: Device) -> str:
-    """Return the weights' type to load, "" for the model's own.
+    """Return the type to load weights in, "" for the model's own.
 
     On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
     """
@@ -258,7 +260,7 @@ def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
 
 
 def waiting_limits(config: EngineConfig) -> WaitingLimits:
-    """Return what may wait for a slot."""
+    """Return the limits on waiting requests."""
     return WaitingLimits(
         request_limit=config.waiting_limit,
         token_limit=config.waiting_token_limit,
@@ -268,7 +270,7 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 
 
 class EngineListener:
-    """The engine's listener: the router, which hears of the model and its tokenizer together."""
+    """Passes the engine's events to the router, and the model together with its tokenizer."""
 
     def __init__(self, router: Router, tokenizer: Tokenizer, images: ImagePort | None = None) -> None:
         self._router = router
@@ -288,7 +290,7 @@ class EngineListener:
 
 
 def _log_replies(format: ReplyFormatInfo) -> None:
-    """Say how chat replies will be read, and what of them nobody reads."""
+    """Log how chat replies will be parsed, and markers that nothing parses."""
     log = logging.getLogger("icehouse.boot")
     facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
     log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})

@@ -37,7 +37,7 @@ _ANSWER_TIMEOUT_S = 3.0
 
 
 class TelemetryParts:
-    """Made before the edge, started after it is bound, stopped last."""
+    """Made before the RPC server, started when that listens, stopped last."""
 
     def __init__(self, config: Config) -> None:
         settings = config.telemetry
@@ -68,7 +68,7 @@ class TelemetryParts:
         )
 
     def watching(self, post: Callable[[Outcome], object]) -> Callable[[Outcome], object]:
-        """Return `post`, with the spills that pass it traced. It is called on the storage thread."""
+        """Return `post`, wrapped so that spills are traced. It is called on the storage thread."""
         tracer = self._spans
         if tracer is None:
             return post
@@ -103,7 +103,7 @@ class TelemetryParts:
             _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
 
     def stop(self) -> None:
-        """Close the endpoint, send the last spans. May wait for seconds: not for the event loop."""
+        """Close the endpoint and send the last spans. May block for seconds, so not on the event loop."""
         if self._endpoint is not None:
             self._endpoint.stop()
         if self._spans is not None:
@@ -124,7 +124,7 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
 
 
 def check_status_page(config: Config) -> None:
-    """Raise what stands against the page as it is configured, before anything is opened."""
+    """Raise ConfigError or StartError for settings of the page that cannot be served."""
     settings = config.telemetry
     if settings.status_page_enabled and settings.metrics_port is None:
         raise ConfigError(
@@ -155,7 +155,7 @@ def check_status_page(config: Config) -> None:
 def open_status_page(
     config: Config, status: StatusReader, *, meter: PrometheusMeter, clock: Clock
 ) -> StatusPage:
-    """Return the page of the server whose event loop this is called on."""
+    """Return the page of the server on this event loop."""
     loop = asyncio.get_running_loop()
     settings = config.telemetry
     shows_text = settings.status_page_text_enabled
@@ -177,7 +177,7 @@ def open_status_page(
 def _read_on(
     loop: asyncio.AbstractEventLoop, status: StatusReader, *, with_tokens: bool
 ) -> ServerStatus | None:
-    """Return what the reader says, from another thread; None when the loop is too busy, or over."""
+    """Read the status from another thread; None when the loop is too busy, or closed."""
     reading = status.read(with_tokens=with_tokens)
     try:
         future = asyncio.run_coroutine_threadsafe(reading, loop)
