@@ -13,10 +13,7 @@ import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-from icehouse_server.config.load import PRELOADED_VARIABLE
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -52,17 +49,6 @@ def openblas_loaded() -> bool:
         return "libopenblas" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-
-
-def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return an environment that starts a program with OpenBLAS; None if not needed or not installed."""
-    if not runs_on_cpu() or environ.get(PRELOADED_VARIABLE) or openblas_loaded():
-        return None
-    library = find_openblas()
-    if library is None:
-        return None
-    preload = " ".join(part for part in (str(library), environ.get("LD_PRELOAD", "")) if part)
-    return {**environ, "LD_PRELOAD": preload, PRELOADED_VARIABLE: "1"}
 
 
 def load_openblas() -> None:

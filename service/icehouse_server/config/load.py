@@ -24,9 +24,6 @@ from icehouse_server.small_file import read_small_file
 FILE_VARIABLE = "ICEHOUSE_CONFIG"
 """Names the TOML file, like `--config`."""
 
-PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
-"""Set for a program that is started with OpenBLAS preloaded; never by people."""
-
 
 class ClientVariable(enum.StrEnum):
     """Variables of the commands that call a running server; settings of the server are none of them."""
@@ -39,7 +36,7 @@ class ClientVariable(enum.StrEnum):
     KEY = "ICEHOUSE_CLIENT_KEY"
 
 
-_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *ClientVariable)
+_OTHER_VARIABLES = (FILE_VARIABLE, *ClientVariable)
 
 _PREFIX = "ICEHOUSE_"
 
