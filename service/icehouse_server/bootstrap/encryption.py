@@ -56,7 +56,9 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
         opened = in_time(open_key)
     except OSError as error:
         # A disk that only refuses to be written stops no start: the tier begins with writes off.
-        cipher = _found_cipher(data_keys, files, paths, master_key)
+        cipher = None
+        with contextlib.suppress(OSError):
+            cipher = in_time(lambda: _found_cipher(data_keys, files, paths, master_key))
         if cipher is None:
             raise _unusable(paths, error) from error
         _log.warning("cache_key_read_only", extra={"key": cipher.key_id.hex(), "detail": str(error)})
@@ -84,10 +86,9 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
     try:
-        data_key = data_keys.find_key(files, paths, master_key=master_key)
+        return _found_cipher(data_keys, files, paths, master_key)
     except OSError as error:
         raise _unusable(paths, error) from error
-    return None if data_key is None else _cipher(data_key)
 
 
 def encryption() -> ModuleType:
@@ -111,11 +112,8 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
 
 
 def _found_cipher(data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes) -> Cipher | None:
-    """Return the cipher of a key that is there already, without writing anything."""
-    try:
-        data_key = in_time(lambda: data_keys.find_key(files, paths, master_key=master_key))
-    except OSError:
-        return None
+    """Return the cipher of a data key that exists already, without writing anything."""
+    data_key = data_keys.find_key(files, paths, master_key=master_key)
     return None if data_key is None else _cipher(data_key)
 
 
