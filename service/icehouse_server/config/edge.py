@@ -13,7 +13,7 @@ class ServerConfig:
     """The gRPC edge: where it listens and what it accepts."""
 
     host: str = setting("127.0.0.1", "Address to listen on; by default only this machine can connect.")
-    port: int = setting(50051, "TCP port; 0 lets the system choose a free one.", minimum=0, maximum=65535)
+    port: int = setting(50051, "TCP port; 0 lets the system choose a free one.", maximum=65535)
     uds: str | None = setting(
         None,
         "Unix socket to listen on instead of TCP; the file is created and removed by the server.",
@@ -55,7 +55,7 @@ class ServerConfig:
         minimum=0.1,
     )
     drain_grace_s: float = setting(
-        30.0, "How long running calls may continue after the server was told to stop.", minimum=0
+        30.0, "How long running calls may continue after the server was told to stop."
     )
     session_metadata: str = setting(
         "session-id,x-session-id,x-claude-code-session-id",
@@ -73,7 +73,7 @@ class ServerConfig:
         32768, "Maximum tokens of one output; requests for more are clamped.", minimum=1
     )
     max_completions: int = setting(16, "Maximum completions of one request.", minimum=1, maximum=256)
-    max_stop_count: int = setting(16, "Maximum stop strings in one request.", minimum=0)
+    max_stop_count: int = setting(16, "Maximum stop strings in one request.")
     max_stop_bytes: int = setting(256, "Maximum length of a stop string, in UTF-8 bytes.", minimum=1)
     tokenizer_thread_count: int = setting(2, "Threads that tokenize prompts.", minimum=1, maximum=64)
     max_grammar_bytes: int = setting(
@@ -82,7 +82,7 @@ class ServerConfig:
         minimum=1024,
         maximum=256 * 1024,
     )
-    max_images: int = setting(16, "Maximum images in one request.", minimum=0, maximum=256)
+    max_images: int = setting(16, "Maximum images in one request.", maximum=256)
     max_image_bytes: int = setting(
         16 * MIB, "Maximum size of an encoded image.", minimum=1024, maximum=1024 * MIB
     )
@@ -152,21 +152,16 @@ class ConnectionConfig:
         20.0, "How long the server waits for the answer to its ping.", minimum=0.1
     )
     idle_s: float = setting(
-        600.0,
-        "A connection without calls is closed after this time; 0 keeps it.",
-        minimum=0,
-        flag="--connection-idle-s",
+        600.0, "A connection without calls is closed after this time; 0 keeps it.", flag="--connection-idle-s"
     )
     max_age_s: float = setting(
         0.0,
         "A connection accepts no new calls after this time, so that balancers can move it; 0 is unlimited.",
-        minimum=0,
         flag="--connection-max-age-s",
     )
     max_age_grace_s: float = setting(
         600.0,
         "How long running calls may continue on a connection that reached its maximum age.",
-        minimum=0,
         flag="--connection-max-age-grace-s",
     )
 
@@ -219,25 +214,18 @@ class TenantConfig:
     """Limits for each tenant. How many requests of one run at once is `engine.tenant_running_limit`."""
 
     waiting_limit: int = setting(
-        0, "Maximum waiting requests of one tenant; 0 is unlimited.", minimum=0, flag="--tenant-waiting-limit"
+        0, "Maximum waiting requests of one tenant; 0 is unlimited.", flag="--tenant-waiting-limit"
     )
     tokens_per_minute: int = setting(
         0,
         "Maximum prompt and output tokens of one tenant per minute; 0 is unlimited.",
-        minimum=0,
         flag="--tenant-tokens-per-minute",
     )
     ram_bytes: int = setting(
-        0,
-        "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.",
-        minimum=0,
-        flag="--tenant-ram-bytes",
+        0, "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.", flag="--tenant-ram-bytes"
     )
     ssd_bytes: int = setting(
-        0,
-        "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.",
-        minimum=0,
-        flag="--tenant-ssd-bytes",
+        0, "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.", flag="--tenant-ssd-bytes"
     )
     shared_prefixes: str | None = setting(
         None,

@@ -51,12 +51,11 @@ class EngineConfig:
     """The inference thread: batch, queue and prefill."""
 
     decode_batch_limit: int = setting(
-        0, "Maximum sequences that decode at once; 0 chooses by device.", minimum=0, maximum=4096
+        0, "Maximum sequences that decode at once; 0 chooses by device.", maximum=4096
     )
     lane_row_limit: int = setting(
         0,
         "Does nothing any more: all sequences share one forward pass. Still read, for older configurations.",
-        minimum=0,
         maximum=4096,
     )
     attention: str = setting(
@@ -79,11 +78,9 @@ class EngineConfig:
         1024, "Maximum requests waiting for a slot; more are refused with RESOURCE_EXHAUSTED.", minimum=1
     )
     waiting_token_limit: int = setting(
-        0, "Maximum prompt tokens of all waiting requests together; 0 is unlimited.", minimum=0
+        0, "Maximum prompt tokens of all waiting requests together; 0 is unlimited."
     )
-    tenant_running_limit: int = setting(
-        0, "Maximum running requests of one tenant; 0 is unlimited.", minimum=0
-    )
+    tenant_running_limit: int = setting(0, "Maximum running requests of one tenant; 0 is unlimited.")
     aging_s: float = setting(
         5.0, "A waiting request gains one step of priority each time this much time has passed.", minimum=0.1
     )
@@ -92,25 +89,22 @@ class EngineConfig:
         0,
         "Maximum tokens of a prefill chunk; must divide the block or be a multiple of it; 0 "
         "chooses by device.",
-        minimum=0,
     )
     prefill_slice_ms: float = setting(
-        0.0, "Prefill time between two decode steps of others; 0 follows the measured decode step.", minimum=0
+        0.0, "Prefill time between two decode steps of others; 0 follows the measured decode step."
     )
     prefill_chunk_ms: float = setting(
         1000.0,
         "Approximate time limit of a prefill chunk while nothing decodes (at least four times the time to "
         "read the weights); shorter chunks run where the device is as fast with them. 0 is unlimited.",
-        minimum=0,
     )
     memory_limit_bytes: int = setting(
-        0, "Memory limit for model, KV and cache together; 0 uses most of the device's memory.", minimum=0
+        0, "Memory limit for model, KV and cache together; 0 uses most of the device's memory."
     )
     image_feature_bytes: int = setting(
         256 * MIB,
         "Memory for vectors of encoded images, so that an image in a new context is not encoded again; "
         "the latest image's are kept whatever their size.",
-        minimum=0,
     )
     preload_enabled: bool = setting(
         True, "On Linux without a GPU, load OpenBLAS in front of MLX if it is installed."
@@ -122,7 +116,7 @@ class CacheConfig:
     """The prefix cache: its two tiers, and what moves between them."""
 
     enabled: bool = setting(True, "Keep and reuse the KV of prompts.", flag="--cache")
-    ram_bytes: int = setting(0, "Size of the RAM tier; 0 uses a share of the device's memory.", minimum=0)
+    ram_bytes: int = setting(0, "Size of the RAM tier; 0 uses a share of the device's memory.")
     directory: str | None = setting(
         None,
         "Folder of the SSD tier; by default icehouse/blocks in the user's cache folder.",
@@ -144,18 +138,16 @@ class CacheConfig:
         "When blocks are written to SSD: on eviction from RAM, also when used a second time, or never.",
         choices=("on_evict", "write_behind", "off"),
     )
-    min_prefix_token_count: int = setting(64, "Prefixes shorter than this are not spilled.", minimum=0)
+    min_prefix_token_count: int = setting(64, "Prefixes shorter than this are not spilled.")
     daily_write_bytes: int = setting(
-        0, "Maximum bytes written to SSD per day, to limit wear; 0 is unlimited.", minimum=0
+        0, "Maximum bytes written to SSD per day, to limit wear; 0 is unlimited."
     )
-    free_space_floor_bytes: int = setting(GIB, "Free disk space that spilling never uses.", minimum=0)
+    free_space_floor_bytes: int = setting(GIB, "Free disk space that spilling never uses.")
     reader_thread_count: int = setting(2, "Threads that read blocks from SSD.", minimum=1, maximum=64)
     write_queue_bytes: int = setting(
         256 * MIB, "Maximum bytes queued for writing to SSD; blocks beyond that are dropped.", minimum=MIB
     )
-    flush_timeout_s: float = setting(
-        20.0, "Time limit for writing the RAM tier to SSD at shutdown.", minimum=0
-    )
+    flush_timeout_s: float = setting(20.0, "Time limit for writing the RAM tier to SSD at shutdown.")
     adopt_budget_ms: float = setting(
         2.0, "Minimum time of a step for taking loaded blocks into use while others decode.", minimum=0.1
     )
@@ -163,7 +155,7 @@ class CacheConfig:
         True, "Prefill instead of loading from SSD where that is faster by the measured rates."
     )
     kv_bits: int = setting(
-        0, "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.", minimum=0, maximum=8
+        0, "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.", maximum=8
     )
     kv_group_size: int = setting(
         64, "Values that share a scale in quantized KV: 32, 64 or 128.", minimum=32, maximum=128
@@ -264,7 +256,6 @@ class TelemetryConfig:
     metrics_port: int | None = setting(
         None,
         "Port of the Prometheus endpoint; 0 lets the system choose a free one. Default: no endpoint.",
-        minimum=0,
         maximum=65535,
     )
     metrics_host: str = setting(
@@ -293,10 +284,7 @@ class TelemetryConfig:
         "http://localhost:4317. Default: none.",
     )
     traces_sample_ratio: float = setting(
-        1.0,
-        "Share of the traces begun here that are kept; a client's own decision is followed.",
-        minimum=0,
-        maximum=1,
+        1.0, "Share of the traces begun here that are kept; a client's own decision is followed.", maximum=1
     )
     load_report_enabled: bool = setting(
         False, "Send the server's load to balancers, in an ORCA trailer of every call."

@@ -82,6 +82,7 @@ _KIND_OF_UNIT = {
     "_ms": Kind.MILLISECONDS,
     "_ratio": Kind.RATIO,
 }
+_NUMBERS = (Kind.COUNT, *_KIND_OF_UNIT.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,30 +258,29 @@ def setting(
     choices: tuple[str, ...] = (),
     flag: str | None = None,
 ) -> Any:
-    """Declare a section's field. `help` says what it does, and what 0 or absence means."""
-    facts = {"help": help, "kind": kind, "minimum": minimum, "maximum": maximum}
+    """Declare a section's field. `help` says what it does, and what 0 or absence means.
+
+    Numbers are 0 or more unless there is another `minimum`.
+    """
+    facts = {"default": default, "help": help, "kind": kind, "minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata={**facts, "choices": choices, "flag_override": flag})
 
 
 def settings_of(section: str, owner: type[Any]) -> tuple[Setting, ...]:
     """Return the declarations of one section's dataclass, in order."""
     types = typing.get_type_hints(owner)
-    return tuple(
-        Setting(
-            **{
-                **field.metadata,
-                "section": section,
-                "name": field.name,
-                "default": field.default,
-                "kind": field.metadata["kind"]
-                or _kind_of(field.name, types[field.name], bool(field.metadata["choices"])),
-            }
-        )
-        for field in dataclasses.fields(owner)
-    )
+    return tuple(_declared(section, field, types[field.name]) for field in dataclasses.fields(owner))
 
 
-def _kind_of(name: str, type_: object, has_choices: bool) -> Kind:
+def _declared(section: str, field: dataclasses.Field[Any], type_: object) -> Setting:
+    facts = dict(field.metadata)
+    kind = facts.pop("kind") or _kind_of(field.name, type_, has_choices=bool(facts["choices"]))
+    if facts["minimum"] is None and kind in _NUMBERS:
+        facts["minimum"] = 0
+    return Setting(section=section, name=field.name, kind=kind, **facts)
+
+
+def _kind_of(name: str, type_: object, *, has_choices: bool) -> Kind:
     if type_ is bool:
         return Kind.SWITCH
     if has_choices:
