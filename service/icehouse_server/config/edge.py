@@ -180,9 +180,7 @@ class SecurityConfig:
         kind=Kind.PATH,
     )
     token_file: str | None = setting(
-        None,
-        "File of hashed bearer tokens, from `icehouse token new`; every call then needs one.",
-        kind=Kind.PATH,
+        None, "File of hashed bearer tokens, from `icehouse token new`; every call then needs one."
     )
     operators: str | None = setting(
         None, "Names in client certificates, comma-separated, that may act for all tenants."

@@ -10,7 +10,7 @@ from typing import Any
 
 from icehouse_server.config import paths
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
-from icehouse_server.config.setting import GIB, MIB, Kind, NamedPath, Setting, names_in, setting, settings_of
+from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,9 +29,7 @@ class ModelConfig:
         "Type of the weights in memory; auto keeps the model's own, or uses float32 on a CPU with OpenBLAS.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    adapter_path: str | None = setting(
-        None, "Folder with a LoRA adapter to apply to every request.", kind=Kind.PATH
-    )
+    adapter_path: str | None = setting(None, "Folder with a LoRA adapter to apply to every request.")
     adapters: tuple[NamedPath, ...] = setting(
         (), "LoRA adapters that requests may choose: name=folder,name=folder, or a table in the file."
     )
@@ -120,7 +118,6 @@ class CacheConfig:
     directory: str | None = setting(
         None,
         "Folder of the SSD tier; by default icehouse/blocks in the user's cache folder.",
-        kind=Kind.PATH,
         flag="--cache-directory",
     )
     ssd_enabled: bool = setting(True, "Keep blocks on SSD too, so that they survive a restart.")
@@ -164,7 +161,6 @@ class CacheConfig:
     key_file: str | None = setting(
         None,
         "File with the key that encrypts blocks on SSD, from `icehouse key new`.",
-        kind=Kind.PATH,
         flag="--cache-key-file",
     )
     key_command: str | None = setting(

@@ -1,6 +1,6 @@
 """Setting: its default, range and help, declared once beside the field it fills.
 
-What kind it is of follows from the field's type and the unit at the end of its name. Flags, environment
+Its kind follows from the field's type and the end of its name, such as a unit. Flags, environment
 variables, TOML keys, `icehouse config` and docs/settings.md are all derived from these declarations.
 """
 
@@ -75,14 +75,17 @@ class Kind(enum.Enum):
     """Folders by name: a TOML table, or "name=folder,name=folder"."""
 
 
-_KIND_OF_UNIT = {
+_KIND_OF_ENDING = {
     "_bytes": Kind.BYTES,
     "_byte_limit": Kind.BYTES,
     "_s": Kind.SECONDS,
     "_ms": Kind.MILLISECONDS,
     "_ratio": Kind.RATIO,
+    "_file": Kind.PATH,
+    "_path": Kind.PATH,
+    "directory": Kind.PATH,
 }
-_NUMBERS = (Kind.COUNT, *_KIND_OF_UNIT.values())
+_NUMBERS = (Kind.COUNT, Kind.BYTES, Kind.SECONDS, Kind.MILLISECONDS, Kind.RATIO)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -281,14 +284,13 @@ def _declared(section: str, field: dataclasses.Field[Any], type_: object) -> Set
 
 
 def _kind_of(name: str, type_: object, *, has_choices: bool) -> Kind:
+    by_name = (kind for ending, kind in _KIND_OF_ENDING.items() if name.endswith(ending))
     if type_ is bool:
         return Kind.SWITCH
-    if has_choices:
-        return Kind.CHOICE
     if type_ in (str, str | None):
-        return Kind.TEXT
+        return Kind.CHOICE if has_choices else next(by_name, Kind.TEXT)
     if type_ in (int, int | None, float):
-        return next((kind for unit, kind in _KIND_OF_UNIT.items() if name.endswith(unit)), Kind.COUNT)
+        return next(by_name, Kind.COUNT)
     return Kind.NAMED_PATHS
 
 
