@@ -24,7 +24,7 @@ from icehouse.v1 import (
     response_format_pb2,
 )
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.config.connection import ConnectionConfig
+from icehouse_server.config import ConnectionConfig
 
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 

@@ -11,9 +11,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from icehouse_server.bootstrap.preload import preload_environment
-
-from bench.server_process import ROOT, free_port
+from bench.server_process import ROOT, free_port, other_server_environment
 
 _POLL_S = 0.2
 
@@ -37,7 +35,7 @@ class MlxLmServer:
         self._port = free_port()
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(self._model_path)]
         command += ["--host", "127.0.0.1", "--port", str(self._port)]
-        environment = {**(preload_environment(os.environ) or os.environ), "HF_HUB_OFFLINE": "1"}
+        environment = other_server_environment(os.environ)
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:

@@ -19,10 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from icehouse_server.bootstrap.preload import preload_environment
-
 from bench.mlx_vlm_server import PeerReply
-from bench.server_process import ROOT, child_environment
+from bench.server_process import ROOT, child_environment, other_server_environment
 
 _READY = "ready"
 
@@ -38,8 +36,7 @@ class MlxVlmProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> MlxVlmProcess:
-        environment = child_environment()
-        environment = {**(preload_environment(environment) or environment), "HF_HUB_OFFLINE": "1"}
+        environment = other_server_environment(child_environment())
         command = [sys.executable, "-m", "bench.mlx_vlm_process", str(self._model_path)]
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(

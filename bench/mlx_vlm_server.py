@@ -22,9 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from icehouse_server.bootstrap.preload import preload_environment
-
-from bench.server_process import ROOT, child_environment, free_port
+from bench.server_process import ROOT, child_environment, free_port, other_server_environment
 
 PACKAGES_FOLDER = ROOT / "build" / "mlx-vlm-server"
 """What .ci/mlx-vlm-server-requirements.txt lists, where `make bench CASE=vision` has put it."""
@@ -117,8 +115,7 @@ class MlxVlmServer:
         return reply_of(self._port, body)
 
     def _environment(self) -> Mapping[str, str]:
-        environment = child_environment()
-        environment = {**(preload_environment(environment) or environment), "HF_HUB_OFFLINE": "1"}
+        environment = other_server_environment(child_environment())
         paths = (str(PACKAGES_FOLDER), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environment["APC_ENABLED"] = "0" if self._cache_directory is None else "1"

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 """The project's folder: children run here, so that they import what the parent imports."""
@@ -162,3 +163,10 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment, so set that children import the project from here."""
     paths = [str(ROOT), str(ROOT / "service"), str(ROOT / "gen" / "python"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), **(extra or {})}
+
+
+def other_server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which another program starts with OpenBLAS, as Icehouse does, and offline."""
+    library = find_openblas() if runs_on_cpu() else None
+    preload = " ".join(str(part) for part in (library, environ.get("LD_PRELOAD")) if part)
+    return {**environ, **({"LD_PRELOAD": preload} if preload else {}), "HF_HUB_OFFLINE": "1"}

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.bootstrap.model_source import LocalModel
 from icehouse_server.bootstrap.server import build_server
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
@@ -18,6 +17,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.rpc.engine_client.router import Router
 
 from bench.prompts import FreshPrompts
@@ -85,7 +85,7 @@ async def running_engine(
     clock = SystemClock()
     server = build_server(
         load_config(flags={"cache.enabled": False, "server.port": 0, **(flags or {})}, environ={}).config,
-        model=LocalModel(path, path.name),
+        model=ModelSource(path, path.name),
         device=device,
         router=router,
         clock=clock,

@@ -7,8 +7,9 @@ that message in `metadata`. Broken invariants are asserts, never one of these.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 class Reason(enum.StrEnum):
@@ -190,3 +191,18 @@ def extra_command(extra: str) -> str:
     From the checkout: no index has the package yet, so what stands there under its name is somebody else's.
     """
     return f"`pip install -e '.[{extra}]'` in Icehouse's folder"
+
+
+@contextlib.contextmanager
+def imports_of_extra(extra: str, *, setting: str) -> Iterator[None]:
+    """Raise ConfigError where the block cannot import what `setting` needs, saying which extra has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            f"{setting} is set, and the package {error.name} is not installed; "
+            f"install the extra, {extra_command(extra)}, or leave the setting away",
+            field=setting,
+            metadata={"package": error.name or ""},
+        ) from error

@@ -46,7 +46,7 @@ class CacheParts:
     adopt_budget_s: float
     storage: LocalTier | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
-    """What comes to the tiers and leaves them, for KV events."""
+    """Blocks that enter and leave the tiers, for KV events."""
 
     def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
@@ -78,8 +78,7 @@ def build_cache_parts(
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
     """
     files = SystemFiles()
-    has_storage = config.enabled and config.ssd_enabled
-    cipher = open_cipher(config, files) if has_storage else None
+    cipher = open_cipher(config, files) if config.has_ssd else None
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
     details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
@@ -90,7 +89,7 @@ def build_cache_parts(
         is_enabled=config.enabled,
         ram_limit_bytes=cache_limit(config.ram_bytes, device),
         checkpoint_interval_tokens=config.checkpoint_interval_tokens,
-        ssd_limit_bytes=config.ssd_bytes if has_storage else 0,
+        ssd_limit_bytes=config.ssd_bytes if config.has_ssd else 0,
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
@@ -99,7 +98,7 @@ def build_cache_parts(
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
     storage = None
-    if has_storage:
+    if config.has_ssd:
         storage = LocalTier(
             StorageSettings(
                 directory=str(config.block_directory),
@@ -127,9 +126,9 @@ def build_cache_parts(
 
 
 def check_directory(cache: CacheConfig) -> None:
-    """Raise StartError where another process has the cache directory, or something in it is not ours alone.
+    """Raise StartError if another process has the cache directory, or others may change files in it.
 
-    Takes nothing, and makes none. A disk that refuses or hangs is told of when the tier begins.
+    Keeps no lock and creates no directory. A disk that fails or hangs is reported when the tier starts.
     """
     directory = str(cache.block_directory.absolute())
     files = SystemFiles()
@@ -138,20 +137,20 @@ def check_directory(cache: CacheConfig) -> None:
         if os.path.isdir(directory):
             files.close(take_lock(files, StorePaths(directory)))
 
-    if cache.enabled and cache.ssd_enabled:
+    if cache.has_ssd:
         with contextlib.suppress(OSError):
             in_time(look)
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:
-    """Return what is known of weight files; None without an SSD tier, where it would be kept and matter."""
-    if not (cache.enabled and cache.ssd_enabled):
+    """Return the known digests of weight files; None without an SSD tier, which keeps them."""
+    if not cache.has_ssd:
         return None
     return DigestBook(str(cache.block_directory.absolute()), files=SystemFiles(), clock=clock)
 
 
 def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBook | None) -> ModelFingerprint:
-    """Return the fingerprint of the model as it will be served; new weights are read for it once."""
+    """Return the fingerprint of the model as served. New weights are read once to make it."""
     model, cache = config.model, config.cache
     quantized = f"affine {cache.kv_bits}-bit, group {cache.kv_group_size}"
     return model_fingerprint(

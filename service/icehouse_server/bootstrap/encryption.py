@@ -1,14 +1,14 @@
 """Cipher of the cache, from the configured key. `cryptography` is needed from here on only.
 
-The key that the cache's data keys are wrapped by: from a file or from a command, never from a flag.
-
-A flag's value can be read by every user of the machine (`ps`), and a variable's by those who may
-debug the process; a private file and a keychain cannot.
+The key comes from a file or a command, never from a flag or a variable: every user of the machine can read a
+flag's value (`ps`), and whoever may debug the process a variable's.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -56,7 +56,9 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
         opened = in_time(open_key)
     except OSError as error:
         # A disk that only refuses to be written stops no start: the tier begins with writes off.
-        cipher = _found_cipher(data_keys, files, paths, master_key)
+        cipher = None
+        with contextlib.suppress(OSError):
+            cipher = in_time(lambda: _found_cipher(data_keys, files, paths, master_key))
         if cipher is None:
             raise _unusable(paths, error) from error
         _log.warning("cache_key_read_only", extra={"key": cipher.key_id.hex(), "detail": str(error)})
@@ -84,10 +86,9 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
     try:
-        data_key = data_keys.find_key(files, paths, master_key=master_key)
+        return _found_cipher(data_keys, files, paths, master_key)
     except OSError as error:
         raise _unusable(paths, error) from error
-    return None if data_key is None else _cipher(data_key)
 
 
 def encryption() -> ModuleType:
@@ -111,11 +112,8 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
 
 
 def _found_cipher(data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes) -> Cipher | None:
-    """Return the cipher of a key that is there already, without writing anything."""
-    try:
-        data_key = in_time(lambda: data_keys.find_key(files, paths, master_key=master_key))
-    except OSError:
-        return None
+    """Return the cipher of a data key that exists already, without writing anything."""
+    data_key = data_keys.find_key(files, paths, master_key=master_key)
     return None if data_key is None else _cipher(data_key)
 
 
@@ -188,25 +186,12 @@ def key_of_command(command: str) -> bytes:
 def _parse(text: bytes, what: str) -> bytes:
     words = text.decode("ascii", errors="replace").split()
     if len(words) == 1:
-        for decode in (_from_hex, _from_base64):
-            key = decode(words[0])
-            if key is not None and len(key) == KEY_BYTES:
-                return key
+        for decode in (bytes.fromhex, functools.partial(base64.b64decode, validate=True)):
+            with contextlib.suppress(ValueError):
+                key = decode(words[0])
+                if len(key) == KEY_BYTES:
+                    return key
     raise _refuse(f"{what} is no key: {_ADVICE}", what=what)
-
-
-def _from_hex(word: str) -> bytes | None:
-    try:
-        return bytes.fromhex(word)
-    except ValueError:
-        return None
-
-
-def _from_base64(word: str) -> bytes | None:
-    try:
-        return base64.b64decode(word, validate=True)
-    except ValueError:
-        return None
 
 
 def _refuse(message: str, *, what: str) -> StartError:

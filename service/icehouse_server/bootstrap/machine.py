@@ -1,9 +1,4 @@
-"""Machine limits: memory, heap and open files that this process may use.
-
-glibc's heap under a server that frees large arrays all day, and Python's that is looked through.
-
-How many files and sockets the process may have open.
-"""
+"""Machine limits: the memory, heap and open files that this process may use."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from icehouse_server.device import USABLE_SHARE, Device
 
 _CACHE_SHARE_CPU = 0.25
 _CACHE_SHARE_GPU = 0.2
-"""Of a device that nobody else uses; model and live KV need the rest."""
+"""Share of a device without other users. Model and live KV need the rest."""
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -27,7 +22,7 @@ _CGROUP_LIMITS = (
 
 
 def memory_limit(configured_bytes: int, device: Device) -> int:
-    """Return what model, KV and cache may take together in bytes; 0 leaves it to the machine.
+    """Return the limit of model, KV and cache together in bytes. `configured_bytes` 0 derives it.
 
     That is most of what is free on the device; where it tells no size (a CPU) of RAM, or of the container's
     limit where that is lower. Never 0.
@@ -39,7 +34,7 @@ def memory_limit(configured_bytes: int, device: Device) -> int:
 
 
 def cache_limit(configured_bytes: int, device: Device) -> int:
-    """Return the RAM tier's budget in bytes; 0 leaves it to the machine.
+    """Return the RAM tier's limit in bytes. `configured_bytes` 0 derives it from the device.
 
     On a CPU a share of what is free now, before the model is there.
     """
@@ -68,11 +63,11 @@ _LARGE_BYTES = 1 << 20
 
 
 def give_back_large_arrays() -> None:
-    """Let blocks of 1 MiB and more be mapped each for itself and unmapped when they are freed.
+    """Have glibc map each allocation of 1 MiB or more by itself, and unmap it when it is freed.
 
-    By default glibc raises that bound to 32 MiB as such blocks are freed, and keeps them in the heap, whose
-    holes add up: 256 streams for ten minutes let the resident set grow by 12 %, and by less than 5 % with
-    this (`make soak`, tiny model, 2 x86 cores). Does nothing on other systems, or where the user chose.
+    By default glibc raises that bound to 32 MiB and keeps such blocks in its heap, which fragments. With 256
+    streams for ten minutes the resident set grew by 12 %, and by less than 5 % with this (`make soak`, tiny
+    model, 2 x86 cores). Does nothing on other systems, or if the user set the bound.
     """
     if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_THRESHOLD_" in environment():
         return
@@ -80,10 +75,10 @@ def give_back_large_arrays() -> None:
 
 
 def keep_from_collections() -> int:
-    """Let the garbage collector never look again through what is loaded now; return how many objects that is.
+    """Exclude all present objects from garbage collection; return how many they are.
 
-    A full collection looks through some 120,000 objects of modules and model, and every thread waits
-    for it: 0.08 to 0.12 s between two tokens, once a minute or two under load (2-core x86).
+    A full collection visits some 120,000 objects of modules and model, and every thread waits for it: 0.08 to
+    0.12 s between two tokens, once every minute or two under load (2-core x86).
     """
     gc.collect()
     gc.freeze()
@@ -91,21 +86,21 @@ def keep_from_collections() -> int:
 
 
 _OWN_FILE_COUNT = 256
-"""Files and sockets besides connections: blocks, manifest, weights, metrics, gateways, images to fetch."""
+"""For what is no connection: blocks, manifest, weights, metrics, gateways, fetched images."""
 _MACOS_FILE_LIMIT = 10_240
-"""OPEN_MAX: macOS may refuse more, although its hard limit says that there is none."""
+"""OPEN_MAX: macOS may refuse more, even if its hard limit is unlimited."""
 
 
 def wanted_file_count(*, connection_limit: int) -> int:
-    """Return how many files and sockets a server with so many connections may come to have open."""
+    """Return how many files and sockets a server with this many connections may need."""
     return connection_limit + _OWN_FILE_COUNT
 
 
 def allow_open_files(wanted_count: int) -> int:
-    """Let this process have so many files and sockets open; return how many of them it may have now.
+    """Raise this process's limit of open files and sockets; return the limit that it got.
 
-    Systems begin with few (Linux often with 1,024, macOS with 256) and let each process ask for more, up to
-    the hard limit. Never raises: a server that may have fewer serves fewer connections.
+    The default is low (often 1,024 on Linux, 256 on macOS), and a process may raise it up to the hard limit.
+    Never raises an error: with a lower limit the server serves fewer connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed, most = (_at_most(wanted_count, limit) for limit in (soft, hard))

@@ -1,4 +1,4 @@
-"""Model source: from what `--model` says to a folder on this disk and the name that callers use."""
+"""Model source: finds, makes or downloads the folder of `--model`, and the model's name."""
 
 from __future__ import annotations
 
@@ -11,45 +11,39 @@ from icehouse_server.config import ModelConfig
 from icehouse_server.demo.build import OnProgress, ensure_demo_model
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
-from icehouse_server.engine.runner import model_loader
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sight_of
 from icehouse_server.errors import ModelError, Reason
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LocalModel:
-    """A model folder on this disk, and its name for callers."""
-
-    path: Path
-    model_id: str
-
-
-def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel:
-    """Return the folder of `config.model`, making (demo) or downloading (hub id) it when needed.
+def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource:
+    """Return where `config.model` is, and its name; makes (demo) or downloads (hub id) it when needed.
 
     Raises ModelError saying what to do.
     """
+    folder = Path(config.model).expanduser()
     if config.model in DEMO_MODELS:
         path = ensure_demo_model(DEMO_MODELS[config.model], on_progress=on_progress)
-        return LocalModel(path, config.model_name or path.name)
-    path = Path(config.model).expanduser()
-    if path.is_dir():
-        check_files(path)
-        return LocalModel(path, config.model_name or path.resolve().name)
-    if _HUB_ID.match(config.model):
-        return LocalModel(_download(config.model), config.model_name or config.model)
-    raise ModelError(
-        Reason.MODEL_NOT_FOUND,
-        f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such as "
-        f"mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
-        metadata={"model": config.model},
-    )
+        name = path.name
+    elif folder.is_dir():
+        check_files(folder)
+        path, name = folder, folder.resolve().name
+    elif _HUB_ID.match(config.model):
+        path, name = _download(config.model), config.model
+    else:
+        raise ModelError(
+            Reason.MODEL_NOT_FOUND,
+            f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such "
+            f"as mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
+            metadata={"model": config.model},
+        )
+    return ModelSource(path, config.model_name or name, trust_remote_code=config.trust_remote_code)
 
 
-def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> LocalModel | None:
-    """Return the folder of `config.draft_model`, as `locate_model` does; None without one."""
+def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource | None:
+    """Return where `config.draft_model` is, as `locate_model` does; None without one."""
     if config.draft_model is None:
         return None
     asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
@@ -57,9 +51,9 @@ def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> Local
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a folder with a pipe, socket or device in it: reading that may take for ever.
+    """Raise ModelError for a folder that contains a pipe, socket or device, since reading one may never end.
 
-    Links are followed, since those of the hub's cache are some.
+    Links are followed: the hub's cache consists of them.
     """
     try:
         paths = sorted(folder.iterdir())
@@ -71,14 +65,13 @@ def check_files(folder: Path) -> None:
 
 
 def find_sight(path: Path) -> Sight:
-    """Return what would be served of a model folder's images; raises ModelError for no model's folder."""
-    return model_loader.sight_of(path)
+    """Return whether images would be served for a model folder. Raises ModelError for no such folder."""
+    return sight_of(path)
 
 
 def find_reply_format(path: Path) -> ReplyFormatInfo | None:
-    """Return how the replies of a folder's model would be read; None without a chat template. Raises
-    ModelError."""
-    return model_loader.load_tokenizer(model_loader.ModelSource(path, model_id=path.name)).reply_format
+    """Return how replies of the model would be parsed; None without a chat template. Raises ModelError."""
+    return load_tokenizer(ModelSource(path, model_id=path.name)).reply_format
 
 
 def _download(hub_id: str) -> Path:

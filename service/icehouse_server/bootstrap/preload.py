@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX's CPU build on Linux: loaded in front of MLX, whose calls then find it first.
+"""OpenBLAS for MLX's CPU build on Linux: loaded before MLX, so that MLX's calls find it first.
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
 Gemma 3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on
@@ -13,10 +13,7 @@ import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-from icehouse_server.config.load import PRELOADED_VARIABLE
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -30,8 +27,10 @@ _KNOWN_PLACES = (
 
 
 def runs_on_cpu() -> bool:
-    """Whether MLX will likely run on the CPU of a Linux machine: a guess, for what must come before MLX is
-    imported. Afterwards `icehouse_server.device` knows."""
+    """Guess, before MLX is imported, whether it will run on the CPU of a Linux machine.
+
+    Afterwards `icehouse_server.device` knows.
+    """
     return sys.platform == "linux" and not any(_installed(f"mlx-cuda-{n}") for n in (12, 13))
 
 
@@ -45,29 +44,18 @@ def find_openblas() -> Path | None:
 
 
 def openblas_loaded() -> bool:
-    """Whether this very process has OpenBLAS mapped (it is asked of the kernel, not of a variable)."""
+    """Whether this process has OpenBLAS mapped, according to the kernel."""
     try:
         return "libopenblas" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
 
-def preload_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment in which another program starts with OpenBLAS; None without need or way."""
-    if not runs_on_cpu() or environ.get(PRELOADED_VARIABLE) or openblas_loaded():
-        return None
-    library = find_openblas()
-    if library is None:
-        return None
-    preload = " ".join(part for part in (str(library), environ.get("LD_PRELOAD", "")) if part)
-    return {**environ, "LD_PRELOAD": preload, PRELOADED_VARIABLE: "1"}
-
-
 def load_openblas() -> None:
-    """Load OpenBLAS into this process, where MLX needs it; to be called before MLX is imported.
+    """Load OpenBLAS into this process if MLX needs it. Call it before MLX is imported.
 
-    Its symbols are made global, and a library that is loaded later looks among those before it looks into
-    the libraries that it names itself: as with LD_PRELOAD, without a second start.
+    Its symbols become global, and libraries that are loaded later find these before those of their own
+    dependencies. So it works like LD_PRELOAD, without a second start.
     """
     if not runs_on_cpu() or openblas_loaded():
         return

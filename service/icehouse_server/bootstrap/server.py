@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
-from icehouse_server.bootstrap.kv_events import KvEventParts
+from icehouse_server.bootstrap.fleet import KvEventParts, worker_parts
 from icehouse_server.bootstrap.machine import memory_limit
-from icehouse_server.bootstrap.model_source import LocalModel, check_files
+from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
-from icehouse_server.bootstrap.worker import worker_parts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
-from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
@@ -52,13 +51,13 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """What 0 in the engine's settings means."""
+    """Values for engine settings that are 0."""
 
     decode_batch_limit: int
     prefill_chunk_token_count: int
     prefill_grid_token_count: int
     chunks_per_pass: int
-    """How many chunks' tokens a pass may hold, of several prompts."""
+    """How many chunks, of several prompts, fit into a pass."""
     policy: PassPolicy
 
 
@@ -83,7 +82,7 @@ GPU_DEFAULTS = DeviceDefaults(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Server:
-    """The rooms of one server, in the order they start in reverse: the edge needs the engine."""
+    """The parts of one server, which `cli.serve` starts and stops."""
 
     engine: Engine
     rpc: RpcServer
@@ -98,11 +97,11 @@ class Server:
 def build_server(
     config: Config,
     *,
-    model: LocalModel,
+    model: ModelSource,
     device: Device,
     router: Router,
     clock: Clock,
-    draft: LocalModel | None = None,
+    draft: ModelSource | None = None,
 ) -> Server:
     """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
@@ -119,7 +118,7 @@ def build_server(
         settings=runner_settings(config, device),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
-        draft_source=draft_source(config.model, draft, dtype=source.dtype),
+        draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
     )
     telemetry = TelemetryParts(config)
     cache = build_cache_parts(
@@ -159,7 +158,7 @@ def build_server(
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:
-    """Return how the model is run here."""
+    """Return the settings by which the model runs on this device."""
     return RunnerSettings(
         is_pipelined=device.runs_ahead,
         attention=Attention(config.engine.attention),
@@ -173,20 +172,8 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
     )
 
 
-def draft_source(config: ModelConfig, draft: LocalModel | None, *, dtype: str) -> ModelSource | None:
-    """Return where the draft model is; its weights have the type that the model's have."""
-    if draft is None:
-        return None
-    return ModelSource(
-        path=draft.path,
-        model_id=draft.model_id,
-        dtype=dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
-    """Return what compiles response formats for the model's table of tokens."""
+    """Return the compiler of response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
     limits = TrialLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
@@ -200,16 +187,14 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     )
 
 
-def model_source(config: Config, model: LocalModel, *, dtype: str) -> ModelSource:
+def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
     """Return what to load; raises ModelError when an adapter's folder holds none."""
-    return ModelSource(
-        path=model.path,
-        model_id=model.model_id,
+    return dataclasses.replace(
+        model,
         dtype=dtype,
         adapter_path=config.model.adapter_path,
         adapters=tuple(adapter_source(named) for named in config.model.adapters),
         context_token_limit=config.model.context_token_limit,
-        trust_remote_code=config.model.trust_remote_code,
     )
 
 
@@ -222,8 +207,10 @@ def adapter_source(named: NamedPath) -> AdapterSource:
 
 
 def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
-    """Return what reads images for the model, None where it reads text alone; raises ModelError when the
-    extra is missing or the folder has no processor."""
+    """Return the model's image reader, None for a model of text alone.
+
+    Raises ModelError when the extra is missing or the folder has no processor.
+    """
     if not sees_images(source.path):
         return None
     # Of an optional extra.
@@ -243,7 +230,7 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
 
 
 def weights_dtype(config: ModelConfig, device: Device) -> str:
-    """Return the weights' type to load, "" for the model's own.
+    """Return the type to load weights in, "" for the model's own.
 
     On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
     """
@@ -273,7 +260,7 @@ def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
 
 
 def waiting_limits(config: EngineConfig) -> WaitingLimits:
-    """Return what may wait for a slot."""
+    """Return the limits on waiting requests."""
     return WaitingLimits(
         request_limit=config.waiting_limit,
         token_limit=config.waiting_token_limit,
@@ -283,7 +270,7 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 
 
 class EngineListener:
-    """The engine's listener: the router, which hears of the model and its tokenizer together."""
+    """Passes the engine's events to the router, and the model together with its tokenizer."""
 
     def __init__(self, router: Router, tokenizer: Tokenizer, images: ImagePort | None = None) -> None:
         self._router = router
@@ -303,7 +290,7 @@ class EngineListener:
 
 
 def _log_replies(format: ReplyFormatInfo) -> None:
-    """Say how chat replies will be read, and what of them nobody reads."""
+    """Log how chat replies will be parsed, and markers that nothing parses."""
     log = logging.getLogger("icehouse.boot")
     facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
     log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})

@@ -1,4 +1,4 @@
-"""Service manager: tells systemd when the server serves, when it stops, and that it still answers.
+"""Service manager: tells systemd when the server is ready, when it stops, and that it is alive.
 
 The protocol is one datagram per message to the socket that NOTIFY_SOCKET names (sd_notify(3)); without that
 variable nobody wants to know, and nothing is sent. Owned by the event loop.
@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 _log = logging.getLogger("icehouse.service_manager")
 
 _SEND_TIMEOUT_S = 1.0
-"""How long the event loop may wait for a manager that reads nothing; what it misses then is lost."""
+"""How long the event loop waits for a manager that does not read. Then the message is dropped."""
 
 _PINGS_PER_INTERVAL = 4
-"""So many pings fit into the time after which systemd takes the server for stuck."""
+"""Pings within the time after which systemd considers the server stuck."""
 
 
 class ServiceManager:
-    """Whoever started the server, as far as it listens. Constructing it sends nothing.
+    """The process that started the server, if it listens. Constructing it sends nothing.
 
     A manager that cannot be reached costs a line in the log, never the server.
     """
@@ -32,15 +32,15 @@ class ServiceManager:
         self._ping_interval_s = None if watchdog_s is None else watchdog_s / _PINGS_PER_INTERVAL
 
     def ready(self, status: str) -> None:
-        """Say that the server serves; `status` is shown to people."""
+        """Say that the server is ready; `status` is shown to people."""
         self._send("READY=1", f"STATUS={' '.join(status.split())}")
 
     def stopping(self) -> None:
-        """Say that the server ends, by order or on its own."""
+        """Say that the server is stopping."""
         self._send("STOPPING=1", "STATUS=finishing running calls and writing RAM's blocks to SSD")
 
     def ping(self, is_alive: Callable[[], bool]) -> None:
-        """Say that the server answers, unless it does not: then its silence has it restarted."""
+        """Say that the server is alive. If it is not, send nothing, so that it is restarted."""
         if is_alive():
             self._send("WATCHDOG=1")
         else:

@@ -1,45 +1,55 @@
-"""Telemetry as the configuration wants it: which watchers the edge gets, what starts and stops with it."""
+"""Telemetry as the configuration wants it: what watches calls, the metrics endpoint and its status page."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from icehouse_server.bootstrap.status_page import check_status_page, open_status_page
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
-from icehouse_server.errors import ConfigError, Reason, extra_command
+from icehouse_server.domain.stats import ServerStatus
+from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.rpc.address import is_loopback
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.monitoring.server_service import server_version
+from icehouse_server.rpc.monitoring.status import StatusReader
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
-from icehouse_server.telemetry.call_metrics import CallMetrics
+from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
+from icehouse_server.telemetry.status_page.page import StatusPage
+from icehouse_server.telemetry.status_page.report import ReportRules
 
 if TYPE_CHECKING:
+    # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-    from icehouse_server.telemetry.spans import Spans
+    from icehouse_server.telemetry.spans import CallSpans
 
 _log = logging.getLogger("icehouse.boot")
 
+_ANSWER_TIMEOUT_S = 3.0
+"""How long a thread of the endpoint waits for the event loop."""
+
 
 class TelemetryParts:
-    """Made before the edge, started after it is bound, stopped last."""
+    """Made before the RPC server, started when that listens, stopped last."""
 
     def __init__(self, config: Config) -> None:
         settings = config.telemetry
         check_status_page(config)
         self._config = config
         self._endpoint: PrometheusEndpoint | None = None
-        self._meter: PrometheusMeter | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
             # Slow to import: only who asks for metrics pays for it.
             from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 
-            self._meter = meter = PrometheusMeter()
+            meter = PrometheusMeter()
             self._endpoint = PrometheusEndpoint(
                 meter, host=settings.metrics_host, port=settings.metrics_port, names=settings.own_names
             )
@@ -58,7 +68,7 @@ class TelemetryParts:
         )
 
     def watching(self, post: Callable[[Outcome], object]) -> Callable[[Outcome], object]:
-        """Return `post`, with the spills that pass it traced. It is called on the storage thread."""
+        """Return `post`, wrapped so that spills are traced. It is called on the storage thread."""
         tracer = self._spans
         if tracer is None:
             return post
@@ -81,11 +91,11 @@ class TelemetryParts:
 
     def start(self, rpc: RpcServer, clock: Clock) -> None:
         """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
-        if self._endpoint is None or self._meter is None:
+        if self._endpoint is None:
             return
         page = None
         if self._config.telemetry.status_page_enabled:
-            page = open_status_page(self._config, rpc.status, meter=self._meter, clock=clock)
+            page = open_status_page(self._config, rpc.status, meter=self._endpoint.meter, clock=clock)
         poller = rpc.poller
         url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
         _log.info("metrics_opened", extra={"url": url})
@@ -93,29 +103,89 @@ class TelemetryParts:
             _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
 
     def stop(self) -> None:
-        """Close the endpoint, send the last spans. May wait for seconds: not for the event loop."""
+        """Close the endpoint and send the last spans. May block for seconds, so not on the event loop."""
         if self._endpoint is not None:
             self._endpoint.stop()
         if self._spans is not None:
             self._spans.stop()
 
 
-def _open_spans(settings: TelemetryConfig) -> Spans | None:
+def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
     if settings.traces_endpoint is None:
         return None
-    try:
-        # Of an optional extra, and slow to import: only who asks for traces pays for it.
-        from icehouse_server.telemetry.spans import Spans, otlp_exporter
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            f"telemetry.traces_endpoint is set, and the package {error.name} is not installed; "
-            f"install the extra, {extra_command('otel')}, or leave the setting away",
-            field="telemetry.traces_endpoint",
-            metadata={"package": error.name or ""},
-        ) from error
-    return Spans(
+    with imports_of_extra("otel", setting="telemetry.traces_endpoint"):
+        # Slow to import, too: only who asks for traces pays for it.
+        from icehouse_server.telemetry.spans import CallSpans, otlp_exporter
+    return CallSpans(
         otlp_exporter(settings.traces_endpoint),
         sample_ratio=settings.traces_sample_ratio,
         version=server_version(),
     )
+
+
+def check_status_page(config: Config) -> None:
+    """Raise ConfigError or StartError for settings of the page that cannot be served."""
+    settings = config.telemetry
+    if settings.status_page_enabled and settings.metrics_port is None:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            "telemetry.status_page_enabled is on, and the page has no port; set telemetry.metrics_port",
+            field="telemetry.metrics_port",
+        )
+    if not settings.status_page_text_enabled:
+        return
+    if not settings.status_page_enabled:
+        raise ConfigError(
+            Reason.CONFIG_INVALID,
+            "telemetry.status_page_text_enabled is on, and the page that would show text is off; set "
+            "telemetry.status_page_enabled",
+            field="telemetry.status_page_enabled",
+        )
+    if not (config.security.allow_insecure_public or is_loopback(settings.metrics_host)):
+        raise StartError(
+            Reason.ADDRESS_INSECURE,
+            f"telemetry.metrics_host = {settings.metrics_host!r} can be reached from other machines, and "
+            "telemetry.status_page_text_enabled shows parts of every tenant's prompts and outputs there, in "
+            "the clear and to whoever asks (TLS and credentials are of the API's port alone); use 127.0.0.1, "
+            "leave the text out, or say --allow-insecure-public if something else protects it",
+            metadata={"host": settings.metrics_host},
+        )
+
+
+def open_status_page(
+    config: Config, status: StatusReader, *, meter: PrometheusMeter, clock: Clock
+) -> StatusPage:
+    """Return the page of the server on this event loop."""
+    loop = asyncio.get_running_loop()
+    settings = config.telemetry
+    shows_text = settings.status_page_text_enabled
+    if shows_text and not is_loopback(settings.metrics_host):
+        _log.warning("status_page_text_left_open", extra={"host": settings.metrics_host})
+    return StatusPage(
+        read=lambda: _read_on(loop, status, with_tokens=shows_text),
+        first_token=lambda: meter.series(FIRST_TOKEN_BY_REUSE),
+        rules=ReportRules(
+            version=server_version(),
+            shows_request_ids=not config.security.authenticates,
+            name_key=secrets.token_bytes(32),
+            decode=status.decode if shows_text else None,
+        ),
+        clock=clock,
+    )
+
+
+def _read_on(
+    loop: asyncio.AbstractEventLoop, status: StatusReader, *, with_tokens: bool
+) -> ServerStatus | None:
+    """Read the status from another thread; None when the loop is too busy, or closed."""
+    reading = status.read(with_tokens=with_tokens)
+    try:
+        future = asyncio.run_coroutine_threadsafe(reading, loop)
+    except RuntimeError:  # the loop is closed
+        reading.close()
+        return None
+    try:
+        return future.result(timeout=_ANSWER_TIMEOUT_S)
+    except (TimeoutError, concurrent.futures.CancelledError):
+        future.cancel()
+        return None

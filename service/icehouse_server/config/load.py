@@ -15,17 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from icehouse_server.config.edge import SecurityConfig
 from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
-from icehouse_server.config.security import SecurityConfig
-from icehouse_server.config.setting import Setting, Value
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
 FILE_VARIABLE = "ICEHOUSE_CONFIG"
 """Names the TOML file, like `--config`."""
-
-PRELOADED_VARIABLE = "ICEHOUSE_PRELOADED"
-"""Set for a program that is started with OpenBLAS preloaded; never by people."""
 
 
 CLIENT_VARIABLES = tuple(
@@ -33,7 +29,7 @@ CLIENT_VARIABLES = tuple(
 )
 """Variables of the commands that ask a running server; settings of the server are none of them."""
 
-_OTHER_VARIABLES = (FILE_VARIABLE, PRELOADED_VARIABLE, *CLIENT_VARIABLES)
+_OTHER_VARIABLES = (FILE_VARIABLE, *CLIENT_VARIABLES)
 
 _PREFIX = "ICEHOUSE_"
 
@@ -79,42 +75,21 @@ def load_config(
         file = Path(environ[FILE_VARIABLE])
     _refuse_unknown_variables(environ)
     from_file = {} if file is None else _read_file(file)
-    values: dict[str, Value] = {}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     sources: dict[str, str] = {}
     for setting in SETTINGS:
-        raw, source = _pick(setting, flags=flags, environ=environ, from_file=from_file, file=file)
-        values[setting.key] = setting.default if source == "default" else setting.parse(raw, source=source)
+        given = (
+            (setting.flag, flags.get(setting.key)),
+            (setting.variable, environ.get(setting.variable)),
+            (str(file), from_file.get(setting.key)),
+        )
+        source, raw = next((each for each in given if each[1] is not None), ("default", None))
+        value = setting.default if raw is None else setting.parse(raw, source=source)
+        values[setting.section][setting.name] = value
         sources[setting.key] = source
-    config = _build(values)
+    config = Config(**{name: owner(**values[name]) for name, owner in SECTIONS.items()})
     _refuse_contradictions(config)
     return LoadedConfig(config=config, sources=sources)
-
-
-def _pick(
-    setting: Setting,
-    *,
-    flags: Mapping[str, object],
-    environ: Mapping[str, str],
-    from_file: Mapping[str, object],
-    file: Path | None,
-) -> tuple[object, str]:
-    if flags.get(setting.key) is not None:
-        return flags[setting.key], setting.flag
-    if setting.variable in environ:
-        return environ[setting.variable], setting.variable
-    if setting.key in from_file:
-        return from_file[setting.key], str(file)
-    return setting.default, "default"
-
-
-def _build(values: Mapping[str, Value]) -> Config:
-    sections: dict[str, Any] = {}
-    for name, owner in SECTIONS.items():
-        prefix = f"{name}."
-        sections[name] = owner(
-            **{k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-        )
-    return Config(**sections)
 
 
 def _read_file(file: Path) -> dict[str, object]:

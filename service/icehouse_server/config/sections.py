@@ -1,170 +1,47 @@
-"""Settings of the server, one frozen dataclass per room that reads it. Defaults live here, once."""
+"""Settings of the server, one frozen dataclass a section. Defaults live here and in `edge`, once."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from icehouse_server.config.cache import CacheConfig
-from icehouse_server.config.connection import ConnectionConfig
-from icehouse_server.config.fleet import FleetConfig, KvEventsConfig
-from icehouse_server.config.model import ModelConfig
-from icehouse_server.config.security import SecurityConfig
-from icehouse_server.config.setting import MIB, Kind, Setting, setting, settings_of
-from icehouse_server.config.telemetry import TelemetryConfig
-from icehouse_server.config.tenants import TenantConfig
+from icehouse_server.config import paths
+from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The gRPC edge: where it listens and what it accepts."""
+class ModelConfig:
+    """Which model is served, and how it is loaded."""
 
-    host: str = setting(
-        "127.0.0.1", Kind.TEXT, "Address to listen on; by default only this machine can connect."
+    model: str = setting(
+        "demo",
+        'What to serve: "demo", "demo-gemma", a folder with an MLX model, or a hub id such as org/name.',
     )
-    port: int = setting(
-        50051, Kind.COUNT, "TCP port; 0 lets the system choose a free one.", minimum=0, maximum=65535
+    model_name: str | None = setting(
+        None, "The model name that clients use; by default the folder's name or the hub id."
     )
-    uds: str | None = setting(
+    dtype: str = setting(
+        "auto",
+        "Type of the weights in memory; auto keeps the model's own, or uses float32 on a CPU with OpenBLAS.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    adapter_path: str | None = setting(None, "Folder with a LoRA adapter to apply to every request.")
+    adapters: tuple[NamedPath, ...] = setting(
+        (), "LoRA adapters that requests may choose: name=folder,name=folder, or a table in the file."
+    )
+    draft_model: str | None = setting(
+        None, "A smaller model of the same vocabulary that guesses tokens for requests with speculation."
+    )
+    context_token_limit: int | None = setting(
         None,
-        Kind.PATH,
-        "Unix socket to listen on instead of TCP; the file is created and removed by the server.",
+        "Maximum tokens of prompt and output together; by default the model's own context length.",
+        minimum=2,
     )
-    max_message_bytes: int = setting(
-        16 * MIB, Kind.BYTES, "Maximum size of a request message.", minimum=1024, maximum=1024 * MIB
-    )
-    request_memory_bytes: int = setting(
-        512 * MIB,
-        Kind.BYTES,
-        "Memory for all requests being read or served; further ones wait. One tenant, or one "
-        "connection without credentials, gets at most half.",
-        minimum=64 * 1024,
-    )
-    answer_memory_bytes: int = setting(
-        512 * MIB,
-        Kind.BYTES,
-        "Memory for all answers until clients read them; a call whose answer does not fit ends with "
-        "RESOURCE_EXHAUSTED. One tenant, or one connection without credentials, gets at most half.",
-        minimum=MIB,
-    )
-    max_concurrent_calls: int = setting(
-        1024,
-        Kind.COUNT,
-        "Maximum concurrent calls; more are refused with RESOURCE_EXHAUSTED. One tenant, or one connection "
-        "without credentials, gets at most three quarters; the share shrinks under load.",
-        minimum=1,
-    )
-    outbox_event_limit: int = setting(
-        256, Kind.COUNT, "Unread events of a slow client before they are merged.", minimum=4
-    )
-    outbox_byte_limit: int = setting(
-        MIB, Kind.BYTES, "Unread bytes of a slow client before its call is ended.", minimum=4096
-    )
-    stall_timeout_s: float = setting(
-        30.0,
-        Kind.SECONDS,
-        "How long a client with a full outbox may read nothing before its call is ended.",
-        minimum=0.1,
-    )
-    stuck_timeout_s: float = setting(
-        1.5,
-        Kind.SECONDS,
-        "Health turns NOT_SERVING while a step takes longer than this and than a few usual steps.",
-        minimum=0.1,
-    )
-    drain_grace_s: float = setting(
-        30.0,
-        Kind.SECONDS,
-        "How long running calls may continue after the server was told to stop.",
-        minimum=0,
-    )
-    session_metadata: str = setting(
-        "session-id,x-session-id,x-claude-code-session-id",
-        Kind.TEXT,
-        "Metadata keys, comma-separated; if a request names no session, the first of them that the call "
-        "has is used. `none` switches this off.",
-    )
-    reflection_enabled: bool = setting(
-        True, Kind.SWITCH, "Offer gRPC server reflection, for grpcurl and similar tools."
-    )
-    channelz_enabled: bool = setting(
-        False, Kind.SWITCH, "Offer channelz, which shows operators this server's connections and calls."
-    )
-    default_max_output_tokens: int = setting(
-        256, Kind.COUNT, "Maximum output tokens of a request that sets none.", minimum=1
-    )
-    max_output_tokens_limit: int = setting(
-        32768, Kind.COUNT, "Maximum tokens of one output; requests for more are clamped.", minimum=1
-    )
-    max_completions: int = setting(
-        16, Kind.COUNT, "Maximum completions of one request.", minimum=1, maximum=256
-    )
-    max_stop_count: int = setting(16, Kind.COUNT, "Maximum stop strings in one request.", minimum=0)
-    max_stop_bytes: int = setting(
-        256, Kind.BYTES, "Maximum length of a stop string, in UTF-8 bytes.", minimum=1
-    )
-    tokenizer_thread_count: int = setting(
-        2, Kind.COUNT, "Threads that tokenize prompts.", minimum=1, maximum=64
-    )
-    max_grammar_bytes: int = setting(
-        64 * 1024,
-        Kind.BYTES,
-        "Maximum size of a response format: JSON schema, regular expression, grammar or choices.",
-        minimum=1024,
-        maximum=256 * 1024,
-    )
-    max_images: int = setting(16, Kind.COUNT, "Maximum images in one request.", minimum=0, maximum=256)
-    max_image_bytes: int = setting(
-        16 * MIB, Kind.BYTES, "Maximum size of an encoded image.", minimum=1024, maximum=1024 * MIB
-    )
-    max_image_pixels: int = setting(
-        16_777_216,
-        Kind.COUNT,
-        "Maximum pixels of an image; a larger one is scaled down first. Refused before decoding: a JPEG "
-        "of more than 16 times as many pixels (progressive: 4 times), any other image of more than 4 times.",
-        minimum=1,
-        maximum=89_000_000,
-    )
-    image_memory_bytes: int = setting(
-        1024 * MIB,
-        Kind.BYTES,
-        "Memory for the images of all requests: 8 bytes a pixel (WebP: 20) while one is decoded and 4 for "
-        "each that is kept, then the model's input made of them, as long as the request waits or runs; "
-        "more are refused with RESOURCE_EXHAUSTED. One tenant, or one connection without credentials, gets "
-        "at most half.",
-        minimum=MIB,
-    )
-    image_folders: str | None = setting(
-        None,
-        Kind.TEXT,
-        "Folders, comma-separated, whose images requests may name by file: URLs; links in them are not "
-        "followed. Default: none.",
-    )
-    image_hosts: str | None = setting(
-        None,
-        Kind.TEXT,
-        "Hosts, comma-separated, such as images.example.org,10.0.0.7:8080, whose images requests may name "
-        "by https: and http: URLs. Default: none.",
-    )
-    image_fetch_timeout_s: float = setting(
-        10.0, Kind.SECONDS, "Time limit for fetching the images that a request names.", minimum=0.1
-    )
-    max_embedding_inputs: int = setting(64, Kind.COUNT, "Maximum inputs of one Embed request.", minimum=1)
-    max_rerank_documents: int = setting(
-        128, Kind.COUNT, "Maximum documents of one Rerank request.", minimum=1
-    )
-    grammar_timeout_s: float = setting(
-        10.0, Kind.SECONDS, "Time limit for compiling a response format.", minimum=0.1
-    )
-    grammar_cache_count: int = setting(
-        32, Kind.COUNT, "How many compiled response formats are kept for later requests.", minimum=1
-    )
-
-    @property
-    def session_keys(self) -> tuple[str, ...]:
-        """`session_metadata` as gRPC has metadata's keys: in lower case."""
-        names = (name.strip().lower() for name in self.session_metadata.split(","))
-        return tuple(name for name in names if name and name != "none")
+    trust_remote_code: bool = setting(False, "Let the tokenizer run Python code that comes with the model.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,18 +49,15 @@ class EngineConfig:
     """The inference thread: batch, queue and prefill."""
 
     decode_batch_limit: int = setting(
-        0, Kind.COUNT, "Maximum sequences that decode at once; 0 chooses by device.", minimum=0, maximum=4096
+        0, "Maximum sequences that decode at once; 0 chooses by device.", maximum=4096
     )
     lane_row_limit: int = setting(
         0,
-        Kind.COUNT,
         "Does nothing any more: all sequences share one forward pass. Still read, for older configurations.",
-        minimum=0,
         maximum=4096,
     )
     attention: str = setting(
         "auto",
-        Kind.CHOICE,
         "How sequences attend. auto: all together to KV in pages of one pool, where the model's KV can lie "
         "there and the device's attention over pages proves right at the start; else each to its own KV. "
         "rows: each to its own KV.",
@@ -191,75 +65,233 @@ class EngineConfig:
     )
     wired_memory: bool = setting(
         False,
-        Kind.SWITCH,
         "On Metal, wire the model's memory. That avoids page faults of a model that nearly fills memory, "
         "but macOS kernel panics under MLX were traced to it (mlx issue 3186).",
     )
     prefilling_limit: int = setting(
-        8,
-        Kind.COUNT,
-        "Maximum prompts that are prefilled in turns; later ones wait.",
-        minimum=1,
-        maximum=4096,
+        8, "Maximum prompts that are prefilled in turns; later ones wait.", minimum=1, maximum=4096
     )
     waiting_limit: int = setting(
-        1024,
-        Kind.COUNT,
-        "Maximum requests waiting for a slot; more are refused with RESOURCE_EXHAUSTED.",
-        minimum=1,
+        1024, "Maximum requests waiting for a slot; more are refused with RESOURCE_EXHAUSTED.", minimum=1
     )
     waiting_token_limit: int = setting(
-        0, Kind.COUNT, "Maximum prompt tokens of all waiting requests together; 0 is unlimited.", minimum=0
+        0, "Maximum prompt tokens of all waiting requests together; 0 is unlimited."
     )
-    tenant_running_limit: int = setting(
-        0, Kind.COUNT, "Maximum running requests of one tenant; 0 is unlimited.", minimum=0
-    )
+    tenant_running_limit: int = setting(0, "Maximum running requests of one tenant; 0 is unlimited.")
     aging_s: float = setting(
-        5.0,
-        Kind.SECONDS,
-        "A waiting request gains one step of priority each time this much time has passed.",
-        minimum=0.1,
+        5.0, "A waiting request gains one step of priority each time this much time has passed.", minimum=0.1
     )
-    mailbox_limit: int = setting(2048, Kind.COUNT, "Maximum messages in the engine's mailbox.", minimum=16)
+    mailbox_limit: int = setting(2048, "Maximum messages in the engine's mailbox.", minimum=16)
     prefill_chunk_token_count: int = setting(
         0,
-        Kind.COUNT,
         "Maximum tokens of a prefill chunk; must divide the block or be a multiple of it; 0 "
         "chooses by device.",
-        minimum=0,
     )
     prefill_slice_ms: float = setting(
-        0.0,
-        Kind.MILLISECONDS,
-        "Prefill time between two decode steps of others; 0 follows the measured decode step.",
-        minimum=0,
+        0.0, "Prefill time between two decode steps of others; 0 follows the measured decode step."
     )
     prefill_chunk_ms: float = setting(
         1000.0,
-        Kind.MILLISECONDS,
         "Approximate time limit of a prefill chunk while nothing decodes (at least four times the time to "
         "read the weights); shorter chunks run where the device is as fast with them. 0 is unlimited.",
-        minimum=0,
     )
     memory_limit_bytes: int = setting(
-        0,
-        Kind.BYTES,
-        "Memory limit for model, KV and cache together; 0 uses most of the device's memory.",
-        minimum=0,
+        0, "Memory limit for model, KV and cache together; 0 uses most of the device's memory."
     )
     image_feature_bytes: int = setting(
         256 * MIB,
-        Kind.BYTES,
         "Memory for vectors of encoded images, so that an image in a new context is not encoded again; "
         "the latest image's are kept whatever their size.",
-        minimum=0,
     )
     preload_enabled: bool = setting(
-        True,
-        Kind.SWITCH,
-        "On Linux without a GPU, load OpenBLAS in front of MLX if it is installed.",
-        flag="--preload",
+        True, "On Linux without a GPU, load OpenBLAS in front of MLX if it is installed."
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The prefix cache: its two tiers, and what moves between them."""
+
+    enabled: bool = setting(True, "Keep and reuse the KV of prompts.", flag="--cache")
+    ram_bytes: int = setting(0, "Size of the RAM tier; 0 uses a share of the device's memory.")
+    directory: str | None = setting(
+        None,
+        "Folder of the SSD tier; by default icehouse/blocks in the user's cache folder.",
+        flag="--cache-directory",
+    )
+    ssd_enabled: bool = setting(True, "Keep blocks on SSD too, so that they survive a restart.")
+    ssd_bytes: int = setting(
+        32 * GIB, "Maximum size of the SSD tier; every file in its folder counts.", minimum=MIB
+    )
+    block_token_count: int = setting(256, "Tokens of one block.", minimum=1, maximum=65536)
+    checkpoint_interval_tokens: int = setting(
+        2048,
+        "Tokens between checkpoints, for models whose state cannot be cut; a multiple of the block.",
+        minimum=1,
+    )
+    spill_policy: str = setting(
+        "on_evict",
+        "When blocks are written to SSD: on eviction from RAM, also when used a second time, or never.",
+        choices=("on_evict", "write_behind", "off"),
+    )
+    min_prefix_token_count: int = setting(64, "Prefixes shorter than this are not spilled.")
+    daily_write_bytes: int = setting(
+        0, "Maximum bytes written to SSD per day, to limit wear; 0 is unlimited."
+    )
+    free_space_floor_bytes: int = setting(GIB, "Free disk space that spilling never uses.")
+    reader_thread_count: int = setting(2, "Threads that read blocks from SSD.", minimum=1, maximum=64)
+    write_queue_bytes: int = setting(
+        256 * MIB, "Maximum bytes queued for writing to SSD; blocks beyond that are dropped.", minimum=MIB
+    )
+    flush_timeout_s: float = setting(20.0, "Time limit for writing the RAM tier to SSD at shutdown.")
+    adopt_budget_ms: float = setting(
+        2.0, "Minimum time of a step for taking loaded blocks into use while others decode.", minimum=0.1
+    )
+    restore_or_recompute: bool = setting(
+        True, "Prefill instead of loading from SSD where that is faster by the measured rates."
+    )
+    kv_bits: int = setting(
+        0, "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.", maximum=8
+    )
+    kv_group_size: int = setting(
+        64, "Values that share a scale in quantized KV: 32, 64 or 128.", minimum=32, maximum=128
+    )
+
+    key_file: str | None = setting(
+        None,
+        "File with the key that encrypts blocks on SSD, from `icehouse key new`.",
+        flag="--cache-key-file",
+    )
+    key_command: str | None = setting(
+        None,
+        "Command that prints the key, such as a keychain's; run once at the start, without a shell.",
+        flag="--cache-key-command",
+    )
+
+    @property
+    def has_ssd(self) -> bool:
+        """Whether there is an SSD tier."""
+        return self.enabled and self.ssd_enabled
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether blocks are encrypted on their way to the SSD."""
+        return self.key_file is not None or self.key_command is not None
+
+    @property
+    def block_directory(self) -> Path:
+        """The SSD tier's folder, with the default filled in. Not created here."""
+        if self.directory is None:
+            return paths.cache_directory() / "blocks"
+        return Path(self.directory).expanduser()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """How gateways reach this server. All of it is off unless asked for."""
+
+    worker_enabled: bool = setting(
+        False,
+        "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
+        "the extra `fleet`.",
+    )
+    operator_kv_tokens_enabled: bool = setting(
+        False,
+        "Send operators the token ids of every tenant's blocks in KV events, which are prompts in another "
+        "form. Needed by a gateway that routes all tenants' prompts by their tokens, as SMG does. If off, "
+        "operators get only hashes of other tenants' blocks.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """Events over gRPC are there for whoever may subscribe; over ZeroMQ they are off unless asked for."""
+
+    zmq_endpoint: str | None = setting(
+        None,
+        "ZeroMQ endpoint for KV events, as llm-d reads them: `tcp://127.0.0.1:5557` or `tcp://*:5557` "
+        "listens, `connect:tcp://host:5557` connects to a listening subscriber. Default: none. It asks for "
+        "no credentials, so whoever reaches it can read prompts' tokens.",
+        flag="--kv-events-zmq-endpoint",
+    )
+    zmq_topic: str | None = setting(
+        None,
+        "Topic of the ZeroMQ messages. Default: `kv@<address>@<model>`, with the server's address and the "
+        "model's name.",
+        flag="--kv-events-zmq-topic",
+    )
+    zmq_tenant: str | None = setting(
+        None,
+        "Tenant whose blocks are published over ZeroMQ, whose messages cannot name one. "
+        "Default: the default one.",
+        flag="--kv-events-zmq-tenant",
+    )
+    interval_ms: float = setting(
+        50.0, "How often changes are sent to subscribers.", minimum=1, flag="--kv-events-interval-ms"
+    )
+    replay_bytes: int = setting(
+        32 * MIB,
+        "Memory for events kept for subscribers that fall behind or reconnect; too slow a "
+        "subscriber starts over.",
+        minimum=64 * 1024,
+        flag="--kv-events-replay-bytes",
+    )
+    block_limit: int = setting(
+        262_144,
+        "Maximum blocks that are reported; each takes some 1.5 kB while there are subscribers.",
+        minimum=1,
+        flag="--kv-events-block-limit",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """What the server tells of itself beside its log. All of it is off unless asked for."""
+
+    metrics_port: int | None = setting(
+        None,
+        "Port of the Prometheus endpoint; 0 lets the system choose a free one. Default: no endpoint.",
+        maximum=65535,
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", "Address of the Prometheus endpoint; by default only this machine can connect."
+    )
+    metrics_names: str | None = setting(
+        None,
+        "Host names, comma-separated, that the Prometheus endpoint and the status page answer to, such as "
+        "gpu-1.internal, beside addresses, localhost and metrics_host. Requests for other names get 421, "
+        "so that no web page can read them under a name of its own. `*` allows any.",
+    )
+    status_page_enabled: bool = setting(
+        False,
+        "Show a status page at / of the Prometheus endpoint: tiers, hit rate, times to first token, shared "
+        "prefixes without their text, slow requests.",
+    )
+    status_page_text_enabled: bool = setting(
+        False,
+        "Show on the status page how the text of each shared prefix begins. That shows parts of prompts and "
+        "outputs of every tenant to whoever reaches the port, which asks for no credentials. Refused "
+        "beyond loopback without allow_insecure_public.",
+    )
+    traces_endpoint: str | None = setting(
+        None,
+        "OpenTelemetry collector that receives spans over OTLP/gRPC, such as "
+        "http://localhost:4317. Default: none.",
+    )
+    traces_sample_ratio: float = setting(
+        1.0, "Share of the traces begun here that are kept; a client's own decision is followed.", maximum=1
+    )
+    load_report_enabled: bool = setting(
+        False, "Send the server's load to balancers, in an ORCA trailer of every call."
+    )
+    sample_interval_s: float = setting(
+        1.0, "How often the engine is sampled for metrics and load reports.", minimum=0.1
+    )
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """`metrics_names` one by one."""
+        return names_in(self.metrics_names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,21 +300,17 @@ class LogConfig:
 
     format: str = setting(
         "text",
-        Kind.CHOICE,
         "Format of log lines: text for people, json for machines.",
         choices=("text", "json"),
         flag="--log-format",
     )
     level: str = setting(
         "info",
-        Kind.CHOICE,
         "The lowest level that is logged.",
         choices=("debug", "info", "warning", "error"),
         flag="--log-level",
     )
-    access_enabled: bool = setting(
-        True, Kind.SWITCH, "Log one line for every call, when it ends.", flag="--access-log"
-    )
+    access_enabled: bool = setting(True, "Log one line for every call, when it ends.", flag="--access-log")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,19 +330,7 @@ class Config:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "server": ServerConfig,
-    "connection": ConnectionConfig,
-    "security": SecurityConfig,
-    "tenant": TenantConfig,
-    "model": ModelConfig,
-    "engine": EngineConfig,
-    "cache": CacheConfig,
-    "fleet": FleetConfig,
-    "kv_events": KvEventsConfig,
-    "telemetry": TelemetryConfig,
-    "log": LogConfig,
-}
+SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
 
 SETTINGS: tuple[Setting, ...] = tuple(s for name, owner in SECTIONS.items() for s in settings_of(name, owner))
 """Every declaration, in the order of `icehouse config` and of docs/settings.md."""

@@ -1,7 +1,7 @@
-"""Setting: its kind, default, unit, range and help, declared once beside the field it fills.
+"""Setting: its default, range and help, declared once beside the field it fills.
 
-Flags, environment variables, TOML keys, `icehouse config` and docs/settings.md are all
-derived from these declarations.
+Its kind follows from the field's type and the end of its name, such as a unit. Flags, environment
+variables, TOML keys, `icehouse config` and docs/settings.md are all derived from these declarations.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import dataclasses
 import enum
 import math
 import re
+import typing
 from typing import Any
 
-from icehouse_server.config.named_paths import NamedPath, read_named_paths
 from icehouse_server.errors import ConfigError, Reason
 
-Value = str | int | float | bool | tuple[NamedPath, ...] | None
-
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 _GREATEST = (1 << 63) - 1
 _SHOWN_LIMIT = 200
+_PATH_NAME = re.compile(r"[A-Za-z0-9._:\-]{1,64}")
+_PATH_LIMIT = 64
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
@@ -41,6 +42,20 @@ _SWITCH_WORDS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedPath:
+    """A folder and the name by which callers know it."""
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
+Value = str | int | float | bool | tuple[NamedPath, ...] | None
+
+
 class Kind(enum.Enum):
     """What a setting holds and how its text is read."""
 
@@ -58,6 +73,19 @@ class Kind(enum.Enum):
     CHOICE = "choice"
     NAMED_PATHS = "named paths"
     """Folders by name: a TOML table, or "name=folder,name=folder"."""
+
+
+_KIND_OF_ENDING = {
+    "_bytes": Kind.BYTES,
+    "_byte_limit": Kind.BYTES,
+    "_s": Kind.SECONDS,
+    "_ms": Kind.MILLISECONDS,
+    "_ratio": Kind.RATIO,
+    "_file": Kind.PATH,
+    "_path": Kind.PATH,
+    "directory": Kind.PATH,
+}
+_NUMBERS = (Kind.COUNT, Kind.BYTES, Kind.SECONDS, Kind.MILLISECONDS, Kind.RATIO)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,72 +130,31 @@ class Setting:
 
         Raises ConfigError naming the setting, the source, the value and what is allowed.
         """
-        if raw is None or (raw == "" and self.optional):
-            if not self.optional:
-                raise self._refuse(raw, source, "is missing")
+        if raw == "" and self.optional:
             return None
-        value = self._read(raw, source)
-        self._check_range(value, source)
+        shown = raw
+        try:
+            value = shown = _read(raw, self.kind)
+            self._check_range(value)
+        except ValueError as error:
+            raise ConfigError(
+                Reason.CONFIG_INVALID,
+                f"{self.key} = {_shown(shown)} (from {source}) {error}",
+                field=self.key,
+                metadata={"value": _shown(shown), "source": source, "allowed": self.range_text},
+            ) from None
         return value
 
-    def _read(self, raw: object, source: str) -> Value:
-        match self.kind:
-            case Kind.TEXT | Kind.PATH | Kind.CHOICE:
-                if not isinstance(raw, str) or not raw.strip():
-                    raise self._refuse(raw, source, "is not a text")
-                return raw
-            case Kind.SWITCH:
-                switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
-                if switch is None:
-                    raise self._refuse(raw, source, "is not true or false")
-                return switch
-            case Kind.BYTES:
-                return self._read_bytes(raw, source)
-            case Kind.NAMED_PATHS:
-                try:
-                    return read_named_paths(raw)
-                except ValueError as error:
-                    raise self._refuse(raw, source, str(error)) from error
-            case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
-                return self._read_number(raw, source)
-
-    def _read_number(self, raw: object, source: str) -> int | float:
-        whole = self.kind is Kind.COUNT
-        if (
-            isinstance(raw, bool)
-            or not isinstance(raw, str | int | float)
-            or (whole and isinstance(raw, float))
-        ):
-            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number")
-        try:
-            number = int(raw) if whole else float(raw)
-            if whole or math.isfinite(number):
-                return number
-            raise self._refuse(raw, source, "is not a finite number")
-        except OverflowError:
-            raise self._refuse(raw, source, "is not a finite number") from None
-        except ValueError:
-            raise self._refuse(raw, source, "is not a whole number" if whole else "is not a number") from None
-
-    def _read_bytes(self, raw: object, source: str) -> int:
-        if isinstance(raw, int) and not isinstance(raw, bool):
-            return raw
-        found = _SIZE.match(raw) if isinstance(raw, str) else None
-        size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
-        if not math.isfinite(size):
-            raise self._refuse(raw, source, 'is not a size; write bytes, or say "500MB" or "4GiB"')
-        return int(size)
-
-    def _check_range(self, value: Value, source: str) -> None:
+    def _check_range(self, value: Value) -> None:
         if isinstance(value, int) and abs(value) > _GREATEST:
-            raise self._refuse(value, source, "is a number of more than 64 bits")
+            raise ValueError("is a number of more than 64 bits")
         if self.choices and value not in self.choices:
-            raise self._refuse(value, source, f"is none of {', '.join(self.choices)}")
+            raise ValueError(f"is none of {', '.join(self.choices)}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             below = self.minimum is not None and not value >= self.minimum
             above = self.maximum is not None and not value <= self.maximum
             if below or above:
-                raise self._refuse(value, source, f"is outside {self.range_text}")
+                raise ValueError(f"is outside {self.range_text}")
 
     @property
     def range_text(self) -> str:
@@ -180,13 +167,74 @@ class Setting:
             return f"{low} to {high}"
         return f"{low} or more" if low else f"{high} or less" if high else ""
 
-    def _refuse(self, raw: object, source: str, complaint: str) -> ConfigError:
-        return ConfigError(
-            Reason.CONFIG_INVALID,
-            f"{self.key} = {_shown(raw)} (from {source}) {complaint}",
-            field=self.key,
-            metadata={"value": _shown(raw), "source": source, "allowed": self.range_text},
-        )
+
+def _read(raw: object, kind: Kind) -> Value:
+    """Return a text or a TOML value as this kind's; raises ValueError with a complaint that follows it."""
+    match kind:
+        case Kind.TEXT | Kind.PATH | Kind.CHOICE:
+            if not isinstance(raw, str) or not raw.strip():
+                raise ValueError("is not a text")
+            return raw
+        case Kind.SWITCH:
+            switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
+            if switch is None:
+                raise ValueError("is not true or false")
+            return switch
+        case Kind.BYTES:
+            return _read_bytes(raw)
+        case Kind.NAMED_PATHS:
+            return _read_named_paths(raw)
+        case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
+            return _read_number(raw, is_whole=kind is Kind.COUNT)
+
+
+def _read_number(raw: object, *, is_whole: bool) -> int | float:
+    complaint = "is not a whole number" if is_whole else "is not a number"
+    if isinstance(raw, bool) or not isinstance(raw, str | int if is_whole else str | int | float):
+        raise ValueError(complaint)
+    try:
+        number = int(raw) if is_whole else float(raw)
+    except OverflowError:
+        number = math.inf
+    except ValueError:
+        raise ValueError(complaint) from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def _read_bytes(raw: object) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    found = _SIZE.match(raw) if isinstance(raw, str) else None
+    size = math.inf if found is None else float(found[1]) * _UNIT_BYTES[(found[2] or "b").lower()]
+    if not math.isfinite(size):
+        raise ValueError('is not a size; write bytes, or say "500MB" or "4GiB"')
+    return int(size)
+
+
+def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
+    if isinstance(raw, tuple):
+        return raw
+    if isinstance(raw, dict):
+        pairs = [(str(name), path) for name, path in raw.items()]
+    elif isinstance(raw, str):
+        parts = [part.partition("=") for part in names_in(raw)]
+        pairs = [(name.strip(), path.strip()) for name, _, path in parts]
+    else:
+        raise ValueError("is neither a table of folders nor a text such as name=folder,name=folder")
+    if len(pairs) > _PATH_LIMIT:
+        raise ValueError(f"names {len(pairs)} folders, and the limit is {_PATH_LIMIT}")
+    seen: set[str] = set()
+    for name, path in pairs:
+        if _PATH_NAME.fullmatch(name) is None:
+            raise ValueError(f"has the name {name!r}; names are 1 to 64 of A-Z a-z 0-9 . _ : -")
+        if name in seen:
+            raise ValueError(f"names {name!r} twice")
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"names no folder for {name!r}; write name=folder")
+        seen.add(name)
+    return tuple(NamedPath(name, path) for name, path in pairs)
 
 
 def _shown(raw: object) -> str:
@@ -205,39 +253,47 @@ def _number_text(number: float) -> str:
 
 def setting(
     default: Value,
-    kind: Kind,
     help: str,
     *,
+    kind: Kind | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
     flag: str | None = None,
 ) -> Any:
-    """Declare a section's field. `help` is one sentence that says what, and what 0 or absence means."""
-    metadata = {
-        "kind": kind,
-        "help": help,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": choices,
-        "flag": flag,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    """Declare a section's field. `help` says what it does, and what 0 or absence means.
+
+    Numbers are 0 or more unless there is another `minimum`.
+    """
+    facts = {"default": default, "help": help, "kind": kind, "minimum": minimum, "maximum": maximum}
+    return dataclasses.field(default=default, metadata={**facts, "choices": choices, "flag_override": flag})
 
 
 def settings_of(section: str, owner: type[Any]) -> tuple[Setting, ...]:
     """Return the declarations of one section's dataclass, in order."""
-    return tuple(
-        Setting(
-            section=section,
-            name=field.name,
-            kind=field.metadata["kind"],
-            default=None if field.default is dataclasses.MISSING else field.default,
-            help=field.metadata["help"],
-            minimum=field.metadata["minimum"],
-            maximum=field.metadata["maximum"],
-            choices=field.metadata["choices"],
-            flag_override=field.metadata["flag"],
-        )
-        for field in dataclasses.fields(owner)
-    )
+    types = typing.get_type_hints(owner)
+    return tuple(_declared(section, field, types[field.name]) for field in dataclasses.fields(owner))
+
+
+def _declared(section: str, field: dataclasses.Field[Any], type_: object) -> Setting:
+    facts = dict(field.metadata)
+    kind = facts.pop("kind") or _kind_of(field.name, type_, has_choices=bool(facts["choices"]))
+    if facts["minimum"] is None and kind in _NUMBERS:
+        facts["minimum"] = 0
+    return Setting(section=section, name=field.name, kind=kind, **facts)
+
+
+def _kind_of(name: str, type_: object, *, has_choices: bool) -> Kind:
+    by_name = (kind for ending, kind in _KIND_OF_ENDING.items() if name.endswith(ending))
+    if type_ is bool:
+        return Kind.SWITCH
+    if type_ in (str, str | None):
+        return Kind.CHOICE if has_choices else next(by_name, Kind.TEXT)
+    if type_ in (int, int | None, float):
+        return next(by_name, Kind.COUNT)
+    return Kind.NAMED_PATHS
+
+
+def names_in(text: str | None, separator: str = ",") -> tuple[str, ...]:
+    """Return what a text lists, without white space and empty parts."""
+    return tuple(name for part in (text or "").split(separator) if (name := part.strip()))

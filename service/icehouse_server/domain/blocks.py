@@ -1,17 +1,15 @@
 """Blocks: fixed runs of tokens, their chained identity, and their bytes on the host.
 
-A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra), where h_0 is the
-root of one fingerprint, tenant and LoRA adapter. Nothing process-random goes in: the same tokens have the
-same hash in every process, for ever (golden vectors in the tests). A hash tells nobody its
-tokens, but whoever guesses them can prove the guess; where blocks are encrypted on SSD the
-hash is therefore an HMAC under a secret that comes from the key.
+A block is named by its hash, h_i = SHA-256(h_{i-1} || token ids || extra). h_0 is the root of one
+fingerprint, tenant and LoRA adapter. The same tokens have the same hash in every process and version (golden
+vectors in the tests). A hash does not show its tokens, but it can confirm a guess of them. So where blocks
+are encrypted on SSD, the hash is an HMAC under a secret that comes from the key.
 
-A token key is what the prefix cache knows a token by, one integer each. A token of text is its id. A token
-inside the span of an image is made of the digest of that image, the token's place in the span, and its id. So
-whatever compares, cuts and hashes runs of tokens does the same for prompts with images: the same image
-matches, one that differs in a pixel does not, nor does a run of equal ids with another image. In hash, file
-and row a run is split again: the ids, and `extra`, which says for every image that the run overlaps which
-one, where in the run, from where in its span, how much.
+A token key is the integer by which the prefix cache knows a token. The key of a text token is its id. The key
+of a token in an image's span holds the image's digest, the token's place in the span, and its id. So code
+that compares, cuts and hashes runs of tokens works for prompts with images too: only the same image matches.
+In hash, file and row a run is split into the ids and `extra`. `extra` lists the images that the run overlaps:
+which one, where in the run, from where in its span, and how many tokens.
 """
 
 from __future__ import annotations
@@ -67,18 +65,6 @@ def block_hash(
     """
     count = len(token_ids).to_bytes(8, "little")
     return _digest(_BLOCK_TAG + parent + count + pack_tokens(token_ids) + extra, secret)
-
-
-def prefix_hashes(
-    *, parent: BlockHash, token_ids: Sequence[int], lengths: Sequence[int], secret: bytes = b""
-) -> list[BlockHash]:
-    """Return `block_hash` of the first so many of these tokens, for each length; they are packed once."""
-    packed = pack_tokens(token_ids)
-    counts = [(length, length.to_bytes(8, "little")) for length in lengths]
-    return [
-        _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
-        for length, count in counts
-    ]
 
 
 TokenKeys = tuple[int, ...]
@@ -148,10 +134,15 @@ def key_hash(*, parent: BlockHash, keys: Sequence[int], secret: bytes = b"") -> 
 def prefix_key_hashes(
     *, parent: BlockHash, keys: Sequence[int], lengths: Sequence[int], secret: bytes = b""
 ) -> list[BlockHash]:
-    """Return `key_hash` of the first so many of these tokens, for each length."""
+    """Return `key_hash` of the first so many of these tokens, for each length; text is packed once."""
     if has_image(keys):
         return [key_hash(parent=parent, keys=keys[:length], secret=secret) for length in lengths]
-    return prefix_hashes(parent=parent, token_ids=keys, lengths=lengths, secret=secret)
+    packed = pack_tokens(keys)
+    counts = [(length, length.to_bytes(8, "little")) for length in lengths]
+    return [
+        _digest(b"".join((_BLOCK_TAG, parent, count, packed[: 4 * length])), secret)
+        for length, count in counts
+    ]
 
 
 def image_runs(keys: Sequence[int]) -> Iterator[ImageRun]:

@@ -1,8 +1,7 @@
 """Commands to the prefix cache from outside a running request, and their answers.
 
-An order is given once and answered once, by its answer or by an `IcehouseError`:
-`CACHE_UNSUPPORTED` where there is no cache or not the tier it is about, `BLOCK_NOT_FOUND`
-where a pin finds nothing.
+Each command is answered once, by its answer or by an `IcehouseError`: `CACHE_UNSUPPORTED` without the cache
+or tier that it needs, `BLOCK_NOT_FOUND` for a pin that finds nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Explain:
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
     shared_scope: CacheScope | None = None
-    """Another one whose blocks it may start from."""
+    """A second scope whose blocks it may start from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unpin:
-    """Take pins off the known blocks of this prompt. Answered by `PinReport`."""
+    """Unpin the known blocks of this prompt. Answered by `PinReport`."""
 
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
@@ -76,7 +75,7 @@ class Unpin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinReport:
-    """The blocks that are pinned now, or whose pin was taken off."""
+    """The blocks that were pinned or unpinned."""
 
     block_count: int
     token_count: int
@@ -123,19 +122,19 @@ class ListKnown:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownBlocks:
-    """Names of blocks in either tier, those that were made last first: so a block comes after those that
-    continue it, unless it was evicted and made anew."""
+    """Names of blocks in either tier, the newest first. So a block comes after its children, unless it was
+    evicted and made again."""
 
     block_hashes: tuple[BlockHash, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListRecent:
-    """Which blocks were used last? Those in RAM first, then those on SSD. Answered by `RecentBlocks`."""
+    """Which blocks were used last? First those in RAM, then those on SSD. Answered by `RecentBlocks`."""
 
     block_limit: int
     with_tokens: bool = False
-    """Whether their tokens are told too, as far as this process knows them."""
+    """Whether to include their tokens, where this process knows them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class RecentBlock:
     is_in_ram: bool
     is_on_ssd: bool
     token_keys: TokenKeys | None = dataclasses.field(default=None, repr=False)
-    """None where nobody asked, and of a block on SSD that this process never saw whole."""
+    """None if not asked for, or for a block on SSD whose tokens this process never read."""
 
     @property
     def end_token_index(self) -> int:
@@ -167,7 +166,7 @@ class RecentBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Remove these blocks from both tiers, pinned ones too; those that are gone meanwhile are passed over.
+    """Remove these blocks from both tiers, pinned ones too; missing ones are skipped.
 
     Answered by `EvictReport`.
     """
@@ -180,7 +179,7 @@ class Verify:
     """Read blocks on SSD and compare checksums. Answered by `VerifyReport`."""
 
     block_hashes: tuple[BlockHash, ...] | None = None
-    """Which blocks; those that are gone meanwhile are passed over. None: all."""
+    """Missing ones are skipped. None: all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,20 +218,20 @@ class VerifyReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeginListing:
-    """Tell every known block into the block log, and every change from now on. Answered by `Listing`."""
+    """Write every known block to the block log, and from now on every change. Answered by `Listing`."""
 
     tenants: tuple[Tenant, ...]
-    """Whose blocks are to be known as theirs, even if they have not asked for anything yet."""
+    """Tenants whose blocks are recognized as theirs before their first request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContinueListing:
-    """Tell the next slice. Answered by `Listing`."""
+    """Write the next part of the blocks. Answered by `Listing`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listing:
-    """How many blocks are still to be told."""
+    """How many blocks are still to be written."""
 
     left_count: int
 
@@ -256,7 +255,7 @@ class KnownTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockTokens:
-    """The blocks that could be read; the others are damaged or gone."""
+    """The blocks that could be read; others are damaged or missing."""
 
     blocks: tuple[KnownTokens, ...]
 

@@ -1,9 +1,8 @@
-"""Counters of the prefix cache: the one shape of each, from where it is counted to where it is shown.
+"""Counters of the prefix cache, from where they are counted to where they are shown.
 
-`*_count` and `*_bytes` are now, `*_total` since start, times in seconds, rates per second. The thread
-that owns an event counts it in a dataclass of its own; what leaves the thread is a copy
-(`dataclasses.replace`) that nobody counts in. Field by field what `CacheStats` of the API shows: a field
-that only one of them has fails a test.
+`*_count` and `*_bytes` are current, `*_total` since start, times in seconds, rates per second. The thread
+that owns an event counts it in its own dataclass and gives out copies (`dataclasses.replace`). The fields are
+those of `CacheStats` in the API; a test fails where they differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ended call, as those who watch calls hear of it. Never prompt or output text."""
+"""Ended call, as metrics, traces and the access log see it. It holds no prompt or output text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from icehouse_server.domain.ids import RequestId
 
 
 class PeerKind(enum.StrEnum):
-    """How a caller reached the server; more than that would name people."""
+    """How a caller reached the server. Addresses are left out, since they identify people."""
 
     UNIX = "unix"
     LOOPBACK = "loopback"
@@ -19,11 +19,11 @@ class PeerKind(enum.StrEnum):
 
 
 PROVIDER = "icehouse"
-"""Who answers, in the conventions' words."""
+"""`gen_ai.provider.name` in OpenTelemetry's conventions."""
 
 
 class Operation(enum.StrEnum):
-    """What a request asks of a model, as OpenTelemetry's conventions for generative AI name it."""
+    """What a request asks of a model, by its name in OpenTelemetry's conventions for generative AI."""
 
     CHAT = "chat"
     TEXT_COMPLETION = "text_completion"
@@ -34,7 +34,7 @@ class Operation(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The caller's W3C trace context, as it came; empty when it sent none."""
+    """The caller's W3C trace context; empty when it sent none."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -42,19 +42,19 @@ class TraceContext:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallRecord:
-    """What one call was, cost and came to. Durations in seconds."""
+    """What one call was, what it cost and how it ended. Durations in seconds."""
 
     method: str
     """Full name, "icehouse.v1.InferenceService/Generate"."""
     code: str
     """Canonical gRPC status code, "OK" included."""
     reason: str
-    """Why it was refused or ended, as in `errors.Reason`; empty when it was not."""
+    """Why it failed, as in `errors.Reason`; else empty."""
     request_id: str
     peer: PeerKind
     tenant: str
     model_id: str
-    """Empty when the call never came to a model."""
+    """Empty when the call never reached a model."""
     start_time: float
     """`Clock.wall` when the call reached the edge."""
     duration_s: float
@@ -66,13 +66,13 @@ class CallRecord:
     """None unless it ran to its end."""
     trace: TraceContext = TraceContext()
     session_id: str = ""
-    """The conversation that the call was a turn of, where somebody said; empty otherwise."""
+    """The conversation that the call was a turn of; empty if unknown."""
     operation: Operation | None = None
-    """None for calls that ask no model for anything: counters, orders to the cache."""
+    """None for calls that use no model, such as those for statistics or the cache."""
 
     @property
     def error_type(self) -> str:
-        """Why it failed, in a word of few; empty when it did not."""
+        """Why it failed, as one of few values; empty when it did not."""
         return "" if self.code == "OK" else self.reason or self.code
 
 
@@ -90,7 +90,7 @@ class WireRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillRecord:
-    """A block that was written to SSD because a request's work made it leave RAM."""
+    """A block that was written to SSD because a request made it leave RAM."""
 
     request_id: RequestId
     start_time: float
@@ -103,7 +103,7 @@ class SpillRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpanNames:
-    """How the span of a call is found again."""
+    """How to find the span of a call."""
 
     trace_id: str
     """32 hex digits."""

@@ -1,7 +1,4 @@
-"""Conversation as it is asked for: its turns, the tools on offer, and how the prompt is to end.
-
-What a chat's output is made of. The pieces of one output come in the order in which it was written.
-"""
+"""Conversation as it is asked for: its turns, tools and images; and the pieces that its reply is made of."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class ToolCall:
 
 
 class ImageDetail(enum.Enum):
-    """How much of an image the model is shown."""
+    """How much detail of an image the model gets."""
 
     AUTO = enum.auto()
     LOW = enum.auto()
@@ -32,14 +29,14 @@ class ImageDetail(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image as its caller sent it, or named it."""
+    """An image, sent or named by its caller."""
 
     data: bytes = dataclasses.field(repr=False)
-    """Empty until it was read from where `uri` says."""
+    """Empty until it was read from `uri`."""
     media_type: str
     """Empty when the caller does not say."""
     field: str
-    """Where in the request it stands."""
+    """Its field in the request."""
     uri: str = dataclasses.field(default="", repr=False)
     """Where the image is; empty when the request has it."""
     detail: ImageDetail = ImageDetail.AUTO
@@ -56,10 +53,10 @@ class PlacedImage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageTexts:
-    """What is written in a prompt for each of its images."""
+    """The text that stands in a prompt for each of its images."""
 
     mark: str
-    """What the model's template writes in the place of an image."""
+    """What the chat template writes in the place of an image."""
     texts: tuple[str, ...]
 
 
@@ -82,8 +79,9 @@ class ChatMessage:
 def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Return the turns with the images of tools' results moved to a user's turn behind the results.
 
-    Families are trained on images of users, and most templates show none of a result. Where several results
-    stand together, a line before its images says which one they are of. All images keep their order.
+    Most templates show no images of results, since models are trained on images of users. Where several
+    results follow each other, a line before the images says which result they belong to. Images keep their
+    order.
     """
     turns: list[ChatMessage] = []
     results: list[ChatMessage] = []
@@ -98,7 +96,7 @@ def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[C
 
 
 def _shown_by_user(results: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a user's turn with the images of results that stand together; none where they have none."""
+    """Return a user's turn with the images of consecutive results; nothing without images."""
     text = ""
     images: list[PlacedImage] = []
     for number, result in enumerate(results, start=1):
@@ -116,7 +114,7 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
-    """Whether the arguments of its calls are kept to the schema."""
+    """Whether the arguments of its calls are constrained to the schema."""
 
 
 class ToolMode(enum.Enum):
@@ -135,9 +133,9 @@ class ToolChoice:
     mode: ToolMode = ToolMode.AUTO
     name: str = ""
     allowed: frozenset[str] = frozenset()
-    """Names of those that may be called; empty for all."""
+    """Names of the tools that may be called; empty for all."""
     is_parallel: bool = True
-    """Whether an output may have several calls."""
+    """Whether an output may contain several calls."""
 
     @property
     def is_forced(self) -> bool:
@@ -155,35 +153,35 @@ class Conversation:
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
     image_texts: ImageTexts | None = None
-    """Set once its images were read."""
+    """Set after its images were read."""
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
-        """All images, in the order in which they stand."""
+        """All images, in order."""
         return tuple(placed.source for message in self.messages for placed in message.images)
 
     @property
     def reads_tool_calls(self) -> bool:
-        """Whether calls in the reply are told as calls."""
+        """Whether tool calls in the reply are parsed."""
         return bool(self.tools) and self.tool_choice.mode is not ToolMode.NONE
 
     @property
     def callable_tools(self) -> tuple[tuple[int, Tool], ...]:
-        """The tools that the reply may call, each with its place among all."""
+        """The tools that the reply may call, each with its index among all."""
         choice = self.tool_choice
         names = {choice.name} if choice.mode is ToolMode.NAMED else choice.allowed
         return tuple((i, tool) for i, tool in enumerate(self.tools) if not names or tool.name in names)
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether what the reply calls has to be held to what was said of it."""
+        """Whether the reply's calls are constrained by tool choice or strict tools."""
         choice = self.tool_choice
         is_bound = bool(choice.allowed) or not choice.is_parallel
         return self.reads_tool_calls and (is_bound or any(tool.is_strict for _, tool in self.callable_tools))
 
 
 class PromptChangeKind(enum.Enum):
-    """What a conversation may be relieved of before it is rendered."""
+    """How a conversation may be normalized before it is rendered."""
 
     BILLING_LINE_DROPPED = enum.auto()
     TOOL_KEYS_SORTED = enum.auto()
@@ -192,7 +190,7 @@ class PromptChangeKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChange:
-    """One change, and of how many lines or tools."""
+    """One kind of change, and how many lines or tools it changed."""
 
     kind: PromptChangeKind
     count: int
@@ -200,27 +198,27 @@ class PromptChange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation's tokens, and how the reply has begun inside them."""
+    """A conversation's tokens, and what of the reply they contain already."""
 
     token_ids: tuple[int, ...]
     opening: str = ""
-    """Text at the prompt's end that is a part of the reply: the beginning of a tool call."""
+    """Text at the prompt's end that belongs to the reply: the beginning of a tool call."""
     is_reasoning: bool = False
-    """The prompt ends within the model's reasoning."""
+    """Whether the prompt ends within the model's reasoning."""
     call_form: TaggedJson | None = None
-    """What holds the reply's calls to what was said of the tools, where that is wanted."""
+    """The format that constrains the reply's calls, if they are constrained."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What the model says."""
+    """Text of the answer. The pieces of an output come in the order in which it was written."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """What the model thinks before it speaks."""
+    """Text of the model's reasoning."""
 
     text: str
 
@@ -234,14 +232,14 @@ class CallPiece:
     name: str = ""
     arguments_json: str = ""
     is_withdrawn: bool = False
-    """The call turned out to be malformed: what came for this index is void."""
+    """The call turned out to be malformed: what came before for this index is void."""
     is_repaired: bool = False
-    """The call was not written as its notation wants it, and what it means was plain all the same."""
+    """The call did not follow its notation, but its meaning was clear."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MalformedPiece:
-    """Text that began as a tool call and cannot be read as one; `problem` says why, in words."""
+    """Text that began as a tool call but cannot be parsed as one; `problem` says why."""
 
     text: str
     problem: str
@@ -251,22 +249,22 @@ Piece = TextPiece | ReasoningPiece | CallPiece | MalformedPiece
 
 
 class ReasoningMeter(Protocol):
-    """Counts the tokens of one output that the model thinks with."""
+    """Counts the reasoning tokens of one output."""
 
     @property
     def token_count(self) -> int: ...
     @property
     def is_open(self) -> bool:
-        """Whether the next token is drawn within reasoning."""
+        """Whether the next token belongs to reasoning."""
         ...
 
     def push(self, text: str) -> None:
-        """Take one more token with the text that became certain with it, which may be empty."""
+        """Add a token, with the text that it completes, which may be empty."""
         ...
 
 
 class Reasoning(Protocol):
-    """How an output marks its reasoning. Never changes; any number of outputs on any thread may use it."""
+    """How an output marks its reasoning. Immutable; shared by outputs on all threads."""
 
     def meter(self) -> ReasoningMeter:
         """Return a meter at the beginning of an output."""

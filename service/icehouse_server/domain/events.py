@@ -20,7 +20,7 @@ class FinishReason(enum.Enum):
     LENGTH = enum.auto()
     CONTEXT_LENGTH = enum.auto()
     TOOL_CALLS = enum.auto()
-    """The model ended its turn after a tool call; told apart from STOP_TOKEN by who reads the text."""
+    """The model ended its turn after a tool call. Only the reply's parser can tell it from STOP_TOKEN."""
 
 
 class ReuseLimit(enum.Enum):
@@ -37,18 +37,18 @@ class ReuseLimit(enum.Enum):
     RECOMPUTE_FASTER = enum.auto()
     """Loading was predicted to take longer than prefilling."""
     LOAD_FAILED = enum.auto()
-    """A block on SSD was missing, damaged or not this prompt's, and was dropped; or the disk hangs."""
+    """A block on SSD was missing, damaged or another prompt's, and was dropped; or the disk hangs."""
     SWITCHED_OFF = enum.auto()
     """The request or the server does not use the cache."""
     UNSUPPORTED = enum.auto()
     """This model's cache classes cannot be cut into blocks."""
     PROMPT_LOGPROBS = enum.auto()
-    """The prompt's log probabilities were asked for, so every token of it ran."""
+    """The prompt's log probabilities were asked for, so all its tokens were computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt parts from a cached one of the same tenant that it shares more than half with."""
+    """Where a prompt first differs from a cached one of the same tenant that is equal for more than half."""
 
     token_index: int
     """Position in the prompt of the first token that differs."""
@@ -58,7 +58,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What of the prompt was reused, from where, and why not more. Counts in tokens."""
+    """How much of the prompt was reused, from where, and why not more. Counts in tokens."""
 
     ram_token_count: int = 0
     ssd_token_count: int = 0
@@ -88,7 +88,7 @@ class Usage:
     image_token_count: int = 0
     """Prompt tokens in the spans of images."""
     reasoning_token_count: int = 0
-    """Output tokens that the model thought with."""
+    """Output tokens of the model's reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class PrefillProgress:
     processed_token_count: int
     prompt_token_count: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt tokens behind those told before, where asked for."""
+    """Of the prompt tokens since the last progress, where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One a token where asked for."""
+    """One for each token, where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,9 +1,4 @@
-"""Identities that travel through the server.
-
-Within which requests KV is shared.
-
-Names of things that live inside the engine only.
-"""
+"""Identities that travel through the server, and the scope within which requests share KV."""
 
 from __future__ import annotations
 

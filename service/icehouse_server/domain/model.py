@@ -1,7 +1,4 @@
-"""Model facts, and the state of the engine that serves it.
-
-A LoRA adapter that is served beside the model it was trained on.
-"""
+"""Model facts: what is told of a loaded model and its adapters, and the state of the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class EngineState(enum.Enum):
 
 
 class PassSplit(enum.Enum):
-    """Where sequences that share a forward pass are kept apart."""
+    """Where the sequences of a forward pass are split."""
 
     ATTENTION = "attention"
     MODULE = "module"
@@ -33,7 +30,7 @@ class PassSplit(enum.Enum):
 
 
 class Sight(enum.Enum):
-    """What is served of a model folder's images, by whether the extra `vision` is installed."""
+    """Whether images are served for a model folder, with or without the extra `vision`."""
 
     NONE = enum.auto()
     """It has no vision tower that is known here."""
@@ -41,22 +38,21 @@ class Sight(enum.Enum):
     TEXT_ONLY = enum.auto()
     """The extra is missing: images are refused."""
     UNREADABLE = enum.auto()
-    """The extra is missing, and without it not even the text can be read."""
+    """The extra is missing, and without it the model cannot be loaded at all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormatInfo:
-    """How a model's chat replies are read, as `ModelService` shows it. Strings are empty for what is not
-    known."""
+    """How a model's chat replies are read, as `ModelService` shows it. Strings are empty where unknown."""
 
     calls: str
     """The notation of its tool calls."""
     reasoning_start: str
     reasoning_end: str
     evidence: tuple[str, ...]
-    """What both were found by, in words."""
+    """How both were found, in words."""
     unread_markers: tuple[str, ...] = ()
-    """Tokens that look like marks of reasoning or calls and that nothing reads."""
+    """Tokens that look like markers of reasoning or calls, but are not read as such."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,24 +80,24 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     device: str
     sees_images: bool = False
-    """Whether prompts may have images in them."""
+    """Whether prompts may contain images."""
     image_refusal: str = "reads text alone"
-    """What is said of the model to who sends one where they may not."""
+    """What the error says about the model where they may not."""
     runs_images_whole: bool = False
-    """Each token of an image sees all of it, so no pass ends inside one."""
+    """Each token of an image attends to all of it, so no pass ends inside an image."""
     pass_splits: tuple[PassSplit, ...] = ()
     """In the order of their names."""
     embedding_size: int = 0
-    """Width of the hidden states that embeddings are made of; 0 where the model shows none."""
+    """Width of the hidden states that embeddings are made of; 0 for models without embeddings."""
     adapters: tuple[AdapterInfo, ...] = ()
-    """What requests may name in `adapter`, in the config's order."""
+    """Adapters that requests may name, in the config's order."""
     reply_format: ReplyFormatInfo | None = None
     """None without a chat template."""
     system_digest_hex: str = ""
-    """Of what outputs depend on beside the request and its adapter."""
+    """Digest of all that outputs depend on, except the request and its adapter."""
 
     def system_fingerprint(self, adapter: AdapterName) -> str:
-        """Return what outputs with an adapter depend on beside the request, as 16 hex digits."""
+        """Return a digest of all that outputs depend on, except the request, as 16 hex digits."""
         digests = (each.digest for each in self.adapters if each.name == adapter)
         parts = bytes.fromhex(self.system_digest_hex) + b"".join(digests)
         return hashlib.sha256(parts).hexdigest()[:16]
@@ -123,4 +119,4 @@ class AdapterInfo:
     digest: AdapterDigest
     parameter_count: int
     weight_bytes: int
-    """What it takes beside the model's weights, which are not held twice."""
+    """What it takes in addition to the model's weights, which it shares."""

@@ -1,12 +1,6 @@
 """Generation request: what one caller asks of the engine, after validation and tokenization.
 
-Vectors of texts: how hidden states are pooled, and what becomes of the vector.
-
-Log probabilities of tokens, as the model gave them.
-
-Speculative decoding as callers ask for it and hear of it.
-
-Images as a model takes them: tensors in host memory, and where their tokens stand in the prompt.
+With its parts: pooling, log probabilities, speculation, and images as a model takes them.
 """
 
 from __future__ import annotations
@@ -63,52 +57,52 @@ class GenerationRequest:
     arrival_time: float
     """`Clock.monotonic` when the call reached the edge; TTFT counts from here."""
     deadline_time: float | None = None
-    """`Clock.monotonic` after which nobody waits for the answer."""
+    """`Clock.monotonic` after which the client no longer waits."""
     cache_use: CacheUse = CacheUse.READ_WRITE
     tenant: Tenant = DEFAULT_TENANT
     adapter: AdapterName = NO_ADAPTER
     """One of those served, already checked."""
     shared_tenant: Tenant | None = None
-    """Another tenant whose blocks it may start from. It writes none of them."""
+    """Another tenant whose blocks it may start from, but not write."""
     priority: int = 0
     """Higher runs first."""
     shows_markers: bool = False
-    """Whether special tokens are a part of the text, but for those that begin, end or pad it."""
+    """Whether the text includes special tokens, except those that begin, end or pad it."""
     grammar: Grammar | None = None
     """What the output must be, if anything."""
     reasoning: Reasoning | None = None
-    """How its tokens of reasoning are known; None where none are told apart."""
+    """How reasoning tokens are recognized; None where they are not."""
     logprobs: LogprobsWanted | None = None
-    """None tells no log probabilities."""
+    """None: no log probabilities."""
     speculation: Speculation | None = None
     session_id: str = ""
-    """The conversation that it is a turn of, in the words of its caller or of a gateway; empty: none told."""
+    """The conversation that it is a turn of, as its caller or a gateway names it; empty if unknown."""
     images: tuple[ImageSpan, ...] = ()
-    """What the model sees in the place of some of the prompt's tokens; ascending, none overlaps another."""
+    """Images in the place of some of the prompt's tokens; ascending, without overlap."""
     pooling: Pooling | None = None
-    """Asks for the prompt's pooled hidden states; every token of it then runs, and nothing is generated."""
+    """Asks for the prompt's pooled hidden states. All its tokens are computed and nothing is generated."""
 
     @property
     def name(self) -> str:
-        """What its caller calls it; no other request of the tenant that runs has it."""
+        """The caller's name for it, unique among the tenant's running requests."""
         return name_of(self.request_id)
 
     @property
     def scope(self) -> CacheScope:
-        """With whom its KV is shared."""
+        """The requests that share its KV."""
         return CacheScope(self.tenant, self.adapter)
 
     @property
     def shared_scope(self) -> CacheScope | None:
-        """Whose KV it may start from too, if anybody's."""
+        """A second scope whose KV it may start from."""
         return None if self.shared_tenant is None else CacheScope(self.shared_tenant, self.adapter)
 
     def keys(self, token_ids: tuple[int, ...]) -> TokenKeys:
-        """Return how the prefix cache knows these tokens, which begin with the prompt's."""
+        """Return the token keys of these tokens, which begin with the prompt's."""
         return keys_of(token_ids, self.images)
 
     def image_parts(self, start: int, stop: int) -> tuple[ImagePart, ...]:
-        """Return what prompt and output have of images in [start, stop)."""
+        """Return the parts of images in [start, stop) of prompt and output."""
         parts = []
         for span in self.images:
             first, last = max(start, span.start_token_index), min(stop, span.end_token_index)
@@ -123,7 +117,7 @@ class GenerationRequest:
         return self.image_parts(span.start_token_index, span.end_token_index)[0]
 
     def rope_positions(self) -> RopePositions | None:
-        """Return the positions of its tokens, None where they are those in the sequence."""
+        """Return the positions of its tokens; None where they are simply those in the sequence."""
         return RopePositions.of(len(self.prompt_token_ids), self.images)
 
     def completion(self, index: int) -> GenerationRequest:
@@ -144,17 +138,17 @@ class GenerationRequest:
 
 
 def request_id_of(name: str, tenant: Tenant) -> RequestId:
-    """Return the id of what a tenant calls so: another tenant may use the same name at the same time."""
+    """Return the id of a tenant's request; other tenants may use the same name at the same time."""
     return RequestId(f"{name}{_TENANT_MARK}{tenant}" if tenant else name)
 
 
 def name_of(request_id: RequestId) -> str:
-    """Return the name that a tenant's caller gave, with the number of a further request of its call."""
+    """Return the caller's name, with the number of the request where a call has several."""
     return request_id.partition(_TENANT_MARK)[0]
 
 
 def call_of(request_id: RequestId) -> RequestId:
-    """Return the id of the call that a request belongs to: itself, unless it is a further one of a call."""
+    """Return the id of the call that a request belongs to, which is the id of the call's first request."""
     name, mark, tenant = request_id.partition(_TENANT_MARK)
     return RequestId(name.partition(_PART_MARK)[0] + mark + tenant)
 
@@ -176,7 +170,7 @@ class Pooling(enum.Enum):
 
 
 def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Vector:
-    """Return the leading dimensions, of length 1 if so wanted. A vector of zeros stays one."""
+    """Return the leading dimensions, scaled to length 1 if `is_normalized`. Zeros stay zeros."""
     kept = vector[:dimension_count]
     length = float(np.linalg.norm(kept))
     return kept / np.float32(length) if is_normalized and length > 0 else kept
@@ -184,13 +178,13 @@ def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Ve
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobsWanted:
-    """What a request wants to be told: of every output token, and of the prompt's if `of_prompt`."""
+    """Which log probabilities a request wants, for output tokens and, with `of_prompt`, the prompt's."""
 
     top_count: int = 0
-    """How many of the likeliest tokens to tell beside each one."""
+    """How many of the likeliest tokens to add for each token."""
     of_prompt: bool = False
     token_ids: tuple[int, ...] = ()
-    """Tokens to tell in every place, likely or not. Inside the vocabulary."""
+    """Tokens to add in every place, likely or not. Inside the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,9 +197,9 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the model thought of one token before it was drawn or read.
+    """Log probability of one token in the model's own distribution.
 
-    Of the model's own distribution: temperature, filters, penalties, bias and constraints come after.
+    That is before temperature, filters, penalties, bias and constraints.
     """
 
     token_id: int
@@ -236,23 +230,23 @@ class Speculation:
     draft_token_limit: int
     """Draft tokens a step, >= 1."""
     ngram_token_limit: int = 1
-    """Prompt lookup: last tokens that are looked for, >= 1; fewer where so many are nowhere found."""
+    """Prompt lookup: how many of the last tokens to look for, >= 1; fewer where that finds nothing."""
     drafting: Drafting = Drafting.PROMPT_LOOKUP
 
 
 class SpeculationLimit(enum.Enum):
-    """Why a request that asked for speculation decoded one token a step, or did so in the end."""
+    """Why a request that asked for speculation decoded without it, from the start or at the end."""
 
     NONE = enum.auto()
     CACHE = enum.auto()
-    """The model has caches that cannot take rejected tokens back."""
+    """The model has caches from which rejected tokens cannot be removed."""
     SAMPLING = enum.auto()
     """Each token's draw depends on the token before it: penalties, bad words, a response format
     or a budget of reasoning tokens."""
     NO_DRAFT_MODEL = enum.auto()
     """The server has no draft model."""
     ACCEPTANCE = enum.auto()
-    """Hardly a guess was right of late, so the end was decoded plainly."""
+    """Too few recent guesses were right, so the rest was decoded without speculation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -264,14 +258,14 @@ class DraftCounts:
     limit: SpeculationLimit = SpeculationLimit.NONE
 
     def plus(self, step: DraftCounts) -> DraftCounts:
-        """Return the sum with a later step's, whose limit stands."""
+        """Return the sum with a later step's, with the limit of that step."""
         return DraftCounts(
             self.proposed_count + step.proposed_count, self.accepted_count + step.accepted_count, step.limit
         )
 
 
 NO_DRAFTS = DraftCounts()
-"""Of a request that did not ask, or has not begun."""
+"""Counts of a request that did not ask for speculation, or has not begun."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,14 +274,13 @@ class ImageInput:
 
     digest: ImageDigest
     tensors: tuple[HostTensor, ...]
-    """What the vision tower reads, by the names that the model's code has for it."""
+    """Inputs of the vision tower, by their names in the model's code."""
     feature_count: int
     """Tokens of the prompt whose embeddings the tower makes."""
     grid: tuple[int, int, int] | None = None
-    """Frames, rows and columns of these tokens, for models whose positions tell them (`RopePositions`)."""
+    """Frames, rows and columns of these tokens, for models that use them as positions (`RopePositions`)."""
     is_seen_whole: bool = False
-    """Each of its tokens attends to all of them, not only to those before it: they run in one pass, all that
-    are still to run."""
+    """Each of its tokens attends to all of them, not only to those before it. So they run in one pass."""
 
     @property
     def pixels(self) -> HostTensor:
@@ -301,34 +294,34 @@ class ImageInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A tensor as its sender made it, as many bytes as its shape has; nothing else of it is checked."""
+    """A tensor as its sender made it. Only its size is checked against its shape."""
 
     tensor: HostTensor
     field: str
-    """What its sender calls it."""
+    """The sender's name for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentImages:
-    """Images that somebody else has prepared, for a prompt whose tokens they stand among already."""
+    """Images that a gateway has prepared, for a prompt that already has their tokens."""
 
     tensors: tuple[SentTensor, ...]
-    """Of all of them, the pixels first."""
+    """Of all images, the pixels first."""
     places: tuple[range, ...]
     """Where each image's tokens are, in order, inside the prompt; text may be among them."""
     places_field: str
     token_id: int | None
-    """What the sender took for the model's image token, if it says."""
+    """The image token that the sender used, if it says."""
     token_field: str
 
 
 ImageKey = tuple[ImageDigest, tuple[int, ...]]
-"""An image and the tokens of its span: some of them are text, whose vectors are among those of the span."""
+"""An image and the token ids of its span, some of which may be text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """An image in a prompt: from its first token that the tower makes to the one behind the last."""
+    """An image in a prompt, from the first token whose vector the tower makes to past the last one."""
 
     start_token_index: int
     end_token_index: int
@@ -365,7 +358,7 @@ class RopePositions:
     of_prompt: npt.NDArray[np.int32]
     """[3, tokens]."""
     shift: int
-    """Behind the prompt a token's positions are its place in the sequence and so much more."""
+    """After the prompt, a token's positions are its place in the sequence plus this."""
 
     @classmethod
     def of(cls, token_count: int, images: Sequence[ImageSpan]) -> RopePositions | None:
@@ -400,7 +393,7 @@ def text_positions(first: int, count: int) -> npt.NDArray[np.int32]:
 
 
 def keys_of(token_ids: tuple[int, ...], images: Sequence[ImageSpan]) -> TokenKeys:
-    """Return how the prefix cache knows tokens that images stand in the place of."""
+    """Return the token keys of a run with images."""
     if not images:
         return token_ids
     keys = list(token_ids)
@@ -411,8 +404,7 @@ def keys_of(token_ids: tuple[int, ...], images: Sequence[ImageSpan]) -> TokenKey
 
 
 def image_digest(processor_fingerprint: bytes, tensors: Sequence[HostTensor]) -> ImageDigest:
-    """Return what an image is known by: which processor made these tensors, their names, types, shapes and
-    bytes."""
+    """Return an image's digest: over its processor, and the names, types, shapes and bytes of its tensors."""
     digest = hashlib.sha256(_IMAGE_TAG + hashlib.sha256(processor_fingerprint).digest())
     for tensor in tensors:
         facts = f"{tensor.name}\x00{tensor.dtype}\x00{tensor.shape}\x00".encode()

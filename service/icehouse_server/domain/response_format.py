@@ -1,6 +1,6 @@
-"""Response format: the form an output must have. Hashable: a compiled form is looked up by it.
+"""Response format: the form an output must have, and the grammar that keeps the output inside it.
 
-What keeps an output inside a form: a compiled grammar, and its use by one sequence.
+Formats are hashable: a compiled one is looked up by its format.
 """
 
 from __future__ import annotations

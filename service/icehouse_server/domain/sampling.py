@@ -30,24 +30,24 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """> 0; logits of tokens seen in prompt and output are divided by it, negative ones multiplied."""
     repetition_window: int = 0
-    """Last tokens of prompt and output that count as seen; 0 is all of them."""
+    """How many of the last tokens of prompt and output count as seen; 0 is all."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens seen in the output."""
+    """Subtracted from the logits of tokens seen in the output."""
     presence_window: int = 0
     """Last output tokens that count; 0 is all of them."""
     frequency_penalty: float = 0.0
-    """Taken off a token's logit for each time it was seen in the output."""
+    """Subtracted from a token's logit for each time it was seen in the output."""
     frequency_window: int = 0
     """Last output tokens that count; 0 is all of them."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
     banned: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output never completes, also not one that the prompt began."""
+    """Token sequences that never appear in the output, even if they begin in the prompt."""
     min_output_token_count: int = 0
     """Output tokens before an end token may be drawn or a stop string counts."""
     ignores_end_tokens: bool = False
     """An end token is a token like any other."""
     stop_token_ids: tuple[int, ...] = ()
-    """More tokens that end the output, whether end tokens do or not. Inside the vocabulary."""
+    """Further tokens that end the output, even with `ignores_end_tokens`. Inside the vocabulary."""
     seed: int = 0
     """Any 64-bit value; the same seed gives the same text in any batch position."""

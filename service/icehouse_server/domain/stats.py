@@ -1,6 +1,6 @@
-"""Counters of the engine, of each tenant and of the slowest requests, and all of them at one moment.
+"""Counters of the engine, the tenants and the slowest requests, and a snapshot of all of them.
 
-As in `cache_stats`: counted in place by the thread that owns them, shown as copies.
+As in `cache_stats`, the owning thread counts in place and gives out copies.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class EngineStats:
     peak_memory_bytes: int = 0
     memory_limit_bytes: int = 0
     parked_total: int = 0
-    """Times a sequence gave way to memory pressure and went on later."""
+    """Times a sequence was parked for want of memory and resumed later."""
     kv_used_bytes: int = 0
-    """What the KV of running sequences takes, with the room it has to grow into; the cache's is not in it."""
+    """KV of running sequences, including reserved room; without the prefix cache."""
     kv_limit_bytes: int = 0
-    """What KV may take beside the model; 0 without a limit."""
+    """Maximum KV in addition to the model; 0 is unlimited."""
     drafted_token_total: int = 0
     accepted_draft_token_total: int = 0
     encoded_image_total: int = 0
-    """Images that the vision tower made vectors of."""
+    """Images encoded by the vision tower."""
     reused_image_total: int = 0
-    """Images whose vectors were still there when a prompt needed them."""
+    """Images whose vectors were still in memory."""
     image_encode_s: float = 0.0
     image_feature_bytes: int = 0
     image_feature_limit_bytes: int = 0
@@ -62,17 +62,17 @@ class EngineStats:
 
     @property
     def kv_usage_ratio(self) -> float:
-        """Of what KV may take, what it takes; 0 without a limit."""
+        """`kv_used_bytes` by `kv_limit_bytes`; 0 without a limit."""
         return min(1.0, self.kv_used_bytes / self.kv_limit_bytes) if self.kv_limit_bytes > 0 else 0.0
 
     @property
     def running_count(self) -> int:
-        """Requests that were let in and have not ended."""
+        """Requests that left the queue and have not ended."""
         return self.loading_count + self.prefilling_count + self.decoding_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
+class SampleRates:
     """Per second, between the last two samples."""
 
     finished_per_s: float = 0.0
@@ -82,40 +82,40 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvEventStats:
-    """What subscribers of KV events are told: `*_count` and bytes are now, `*_total` since start."""
+    """What subscribers of KV events get: `*_count` and bytes are current, `*_total` since start."""
 
     block_count: int = 0
-    """Known of, whether or not they may be told yet."""
+    """Known blocks, whether or not they may be reported yet."""
     replay_bytes: int = 0
-    """About what the batches take that are kept for those who come back."""
+    """Approximate size of the batches kept for subscribers that reconnect."""
     event_total: int = 0
     lost_total: int = 0
-    """Times a subscriber fell behind what is kept."""
+    """Times a subscriber needed a batch that was no longer kept."""
     untold_total: int = 0
-    """Blocks that found no room within `kv_events.block_limit`."""
+    """Blocks not reported because of `kv_events.block_limit`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One sample. `engine` and `cache` are the last that the engine told, None before the first."""
+    """One sample. `engine` and `cache` are the engine's latest, None before the first."""
 
     state: EngineState
     heartbeat_age_s: float
-    """Since the inference loop last turned; grows when it is stuck."""
+    """Since the last turn of the inference loop; grows while a step is stuck."""
     sample_time: float
     """`Clock.monotonic` of the engine's last answer."""
     model: ModelInfo | None = None
     engine: EngineStats | None = None
     cache: CacheStats | None = None
-    rates: Rates = Rates()
+    rates: SampleRates = SampleRates()
     tenants: tuple[TenantUse, ...] = ()
-    """As the edge counts them, in the order of their latest requests."""
+    """As `rpc` counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()
 
 
 @dataclasses.dataclass(slots=True)
 class TenantUse:
-    """One tenant's numbers: `*_count` are now, `*_total` since it was first heard of."""
+    """One tenant's numbers: `*_count` are current, `*_total` since its first request."""
 
     tenant: Tenant
     waiting_count: int = 0
@@ -129,7 +129,7 @@ class TenantUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """One of the slowest recent requests. A stage that it did not come to is None."""
+    """One of the slowest recent requests. A stage that it did not reach is None."""
 
     request_id: str
     method: str
@@ -149,7 +149,7 @@ class SlowRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What a server shows a caller. `engine` is None for a tenant, `cache` also without a prefix cache."""
+    """What a caller may see. `engine` is None for a tenant, `cache` also without a prefix cache."""
 
     collect_time: float
     """`Clock.wall`."""
@@ -167,4 +167,4 @@ class ServerStatus:
     snapshot: Snapshot
     slowest_requests: tuple[SlowRequest, ...] = ()
     recent_blocks: tuple[RecentBlock, ...] | None = None
-    """Of every tenant; None when the engine did not tell, or keeps no prefixes."""
+    """Of every tenant; None when the engine did not answer, or has no prefix cache."""

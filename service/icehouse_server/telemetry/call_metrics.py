@@ -11,7 +11,7 @@ from typing import Protocol
 
 from icehouse_server.domain.call import PROVIDER, CallRecord, Operation, WireRecord
 from icehouse_server.domain.events import CacheReport, Usage
-from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.metric import Metric, MetricKind
 
 _CALL_BUCKETS_S = (
     *(0.0, 1e-05, 5e-05, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
@@ -33,117 +33,43 @@ _TOKEN_COUNT_BUCKETS = tuple(float(4**i) for i in range(1, 11))
 
 _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
 
-CALLS_STARTED = Metric(
-    "grpc.server.call.started",
-    Kind.COUNTER,
-    "{call}",
-    "Calls begun, of every service; a name that no service has is counted as other.",
-    ("grpc.method",),
-)
-CALL_DURATION = Metric(
-    "grpc.server.call.duration",
-    Kind.HISTOGRAM,
-    "s",
-    "From a call's arrival until its status was sent.",
-    ("grpc.method", "grpc.status"),
-    _CALL_BUCKETS_S,
-)
-CALL_SENT = Metric(
-    "grpc.server.call.sent_total_compressed_message_size",
-    Kind.HISTOGRAM,
-    "By",
+_CALL = ("grpc.method", "grpc.status")
+
+# fmt: off
+# Name, kind and unit; what it means; labels and buckets.
+CALLS_STARTED = Metric("grpc.server.call.started", MetricKind.COUNTER, "{call}",
+    "Calls begun, of every service; a name that no service has is counted as other.", ("grpc.method",))
+CALL_DURATION = Metric("grpc.server.call.duration", MetricKind.HISTOGRAM, "s",
+    "From a call's arrival until its status was sent.", _CALL, _CALL_BUCKETS_S)
+CALL_SENT = Metric("grpc.server.call.sent_total_compressed_message_size", MetricKind.HISTOGRAM, "By",
     "Bytes of a call's response messages, without framing (nothing is compressed unless a client asks).",
-    ("grpc.method", "grpc.status"),
-    _SIZE_BUCKETS,
-)
-CALL_RECEIVED = Metric(
-    "grpc.server.call.rcvd_total_compressed_message_size",
-    Kind.HISTOGRAM,
-    "By",
-    "Bytes of a call's request messages, without framing (after decompression).",
-    ("grpc.method", "grpc.status"),
-    _SIZE_BUCKETS,
-)
-CALLS_REFUSED = Metric(
-    "icehouse.call.errors",
-    Kind.COUNTER,
-    "{call}",
+    _CALL, _SIZE_BUCKETS)
+CALL_RECEIVED = Metric("grpc.server.call.rcvd_total_compressed_message_size", MetricKind.HISTOGRAM, "By",
+    "Bytes of a call's request messages, without framing (after decompression).", _CALL, _SIZE_BUCKETS)
+CALLS_REFUSED = Metric("icehouse.call.errors", MetricKind.COUNTER, "{call}",
     "Calls of Icehouse's own services that ended with a status other than OK, by reason.",
-    ("grpc.method", "grpc.status", "icehouse.reason"),
-)
-REQUEST_DURATION = Metric(
-    "gen_ai.server.request.duration",
-    Kind.HISTOGRAM,
-    "s",
+    (*_CALL, "icehouse.reason"))
+REQUEST_DURATION = Metric("gen_ai.server.request.duration", MetricKind.HISTOGRAM, "s",
     "From a request's arrival to its last token or, with an error type, to its refusal or failure.",
-    (*_GEN_AI, "error.type"),
-    _REQUEST_BUCKETS_S,
-)
-FIRST_TOKEN = Metric(
-    "gen_ai.server.time_to_first_token",
-    Kind.HISTOGRAM,
-    "s",
-    "From a request's arrival to its first token.",
-    _GEN_AI,
-    _FIRST_TOKEN_BUCKETS_S,
-)
-PER_TOKEN = Metric(
-    "gen_ai.server.time_per_output_token",
-    Kind.HISTOGRAM,
-    "s",
-    "Mean time between the tokens of one request, after its first.",
-    _GEN_AI,
-    _TOKEN_BUCKETS_S,
-)
-QUEUE_TIME = Metric(
-    "icehouse.request.queue.duration",
-    Kind.HISTOGRAM,
-    "s",
-    "From a request's arrival until it left the queue.",
-    (),
-    _REQUEST_BUCKETS_S,
-)
-RESTORE_TIME = Metric(
-    "icehouse.request.restore.duration",
-    Kind.HISTOGRAM,
-    "s",
-    "Putting a request's cached prefix in place; requests that reused one.",
-    (),
-    _REQUEST_BUCKETS_S,
-)
-PREFILL_TIME = Metric(
-    "icehouse.request.prefill.duration",
-    Kind.HISTOGRAM,
-    "s",
-    "Computing the rest of a request's prompt, up to its first token.",
-    (),
-    _REQUEST_BUCKETS_S,
-)
-FIRST_TOKEN_BY_REUSE = Metric(
-    "icehouse.request.first_token.duration",
-    Kind.HISTOGRAM,
-    "s",
+    (*_GEN_AI, "error.type"), _REQUEST_BUCKETS_S)
+FIRST_TOKEN = Metric("gen_ai.server.time_to_first_token", MetricKind.HISTOGRAM, "s",
+    "From a request's arrival to its first token.", _GEN_AI, _FIRST_TOKEN_BUCKETS_S)
+PER_TOKEN = Metric("gen_ai.server.time_per_output_token", MetricKind.HISTOGRAM, "s",
+    "Mean time between the tokens of one request, after its first.", _GEN_AI, _TOKEN_BUCKETS_S)
+QUEUE_TIME = Metric("icehouse.request.queue.duration", MetricKind.HISTOGRAM, "s",
+    "From a request's arrival until it left the queue.", (), _REQUEST_BUCKETS_S)
+RESTORE_TIME = Metric("icehouse.request.restore.duration", MetricKind.HISTOGRAM, "s",
+    "Putting a request's cached prefix in place; requests that reused one.", (), _REQUEST_BUCKETS_S)
+PREFILL_TIME = Metric("icehouse.request.prefill.duration", MetricKind.HISTOGRAM, "s",
+    "Computing the rest of a request's prompt, up to its first token.", (), _REQUEST_BUCKETS_S)
+FIRST_TOKEN_BY_REUSE = Metric("icehouse.request.first_token.duration", MetricKind.HISTOGRAM, "s",
     "From a request's arrival to its first token, by where its prompt's beginning came from: nowhere (cold), "
-    "RAM alone, or SSD too.",
-    ("icehouse.reuse",),
-    _FIRST_TOKEN_BUCKETS_S,
-)
-PROMPT_TOKENS = Metric(
-    "icehouse.request.prompt.tokens",
-    Kind.HISTOGRAM,
-    "{token}",
-    "Tokens of a request's prompt.",
-    (),
-    _TOKEN_COUNT_BUCKETS,
-)
-OUTPUT_TOKENS = Metric(
-    "icehouse.request.output.tokens",
-    Kind.HISTOGRAM,
-    "{token}",
-    "Tokens a request generated.",
-    (),
-    _TOKEN_COUNT_BUCKETS,
-)
+    "RAM alone, or SSD too.", ("icehouse.reuse",), _FIRST_TOKEN_BUCKETS_S)
+PROMPT_TOKENS = Metric("icehouse.request.prompt.tokens", MetricKind.HISTOGRAM, "{token}",
+    "Tokens of a request's prompt.", (), _TOKEN_COUNT_BUCKETS)
+OUTPUT_TOKENS = Metric("icehouse.request.output.tokens", MetricKind.HISTOGRAM, "{token}",
+    "Tokens a request generated.", (), _TOKEN_COUNT_BUCKETS)
+# fmt: on
 
 CALL_METRICS: tuple[Metric, ...] = (
     *(CALLS_STARTED, CALL_DURATION, CALL_SENT, CALL_RECEIVED, CALLS_REFUSED),
@@ -163,7 +89,7 @@ class Reuse(enum.StrEnum):
     """From SSD, at least in part."""
 
 
-class Meter(Protocol):
+class CallMeter(Protocol):
     """Where the values go."""
 
     def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
@@ -178,7 +104,7 @@ class Meter(Protocol):
 class CallMetrics:
     """Counts calls. Owned by the event loop."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: CallMeter) -> None:
         self._meter = meter
 
     def call_started(self, method: str) -> None:

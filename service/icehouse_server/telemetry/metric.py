@@ -8,7 +8,7 @@ import enum
 _UNIT_SUFFIXES = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second", "1": "_ratio"}
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """How a metric's values are to be read."""
 
     COUNTER = enum.auto()
@@ -22,7 +22,7 @@ class Metric:
     """A declaration. `unit` is UCUM, with {braces} around what is counted."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str
     description: str
     labels: tuple[str, ...] = ()
@@ -35,9 +35,9 @@ class Metric:
         """OpenTelemetry's own translation: dots to underscores, the unit, `_total` for counters."""
         # {token}/s and the like name a rate; a count in braces alone adds nothing.
         suffix = "_per_second" if self.unit.endswith("}/s") else _UNIT_SUFFIXES.get(self.unit, "")
-        if self.kind is Kind.COUNTER and self.unit == "1":
+        if self.kind is MetricKind.COUNTER and self.unit == "1":
             suffix = ""
-        total = "_total" if self.kind is Kind.COUNTER else ""
+        total = "_total" if self.kind is MetricKind.COUNTER else ""
         base = self.name.replace(".", "_")
         return f"{base}{'' if base.endswith(suffix) else suffix}{total}"
 

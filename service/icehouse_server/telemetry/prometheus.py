@@ -18,9 +18,8 @@ from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.http_server import MetricsServer
-from icehouse_server.telemetry.metric import HistogramSeries, Kind, Metric
-from icehouse_server.telemetry.observed import Observed
-from icehouse_server.telemetry.table import OBSERVED_METRICS
+from icehouse_server.telemetry.metric import HistogramSeries, Metric, MetricKind
+from icehouse_server.telemetry.table import OBSERVED_METRICS, Observed
 
 
 class PrometheusMeter:
@@ -33,7 +32,7 @@ class PrometheusMeter:
         self._histograms: dict[str, Histogram] = {}
         for metric in CALL_METRICS:
             names = (metric.prometheus_name, metric.description, metric.prometheus_labels)
-            if metric.kind is Kind.COUNTER:
+            if metric.kind is MetricKind.COUNTER:
                 self._counters[metric.name] = Counter(*names, registry=self.registry)
             else:
                 self._histograms[metric.name] = Histogram(
@@ -86,7 +85,7 @@ class PrometheusEndpoint:
     """An HTTP server for scrapes, from `start` to `stop`."""
 
     def __init__(self, meter: PrometheusMeter, *, host: str, port: int, names: Collection[str] = ()) -> None:
-        self._meter = meter
+        self.meter = meter
         self._host = host
         self._port = port
         self._names = names
@@ -99,8 +98,8 @@ class PrometheusEndpoint:
 
         `pages` are by path; every other path answers with the metrics.
         """
-        self._meter.registry.register(SnapshotCollector(latest))
-        app: WSGIApplication = make_wsgi_app(self._meter.registry)
+        self.meter.registry.register(SnapshotCollector(latest))
+        app: WSGIApplication = make_wsgi_app(self.meter.registry)
         routed = _routed(pages, app) if pages else app
         try:
             self._server = MetricsServer(self._host, self._port, routed, names=self._names)
@@ -129,5 +128,5 @@ def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication) -> W
 
 def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:
     metric = row.metric
-    make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.prometheus_name, metric.description, labels=metric.prometheus_labels)

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
 
-Spans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
+CallSpans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
 block is committed, on the storage thread. The inference thread only ever tells plain numbers, and
 sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
 """
@@ -8,10 +8,12 @@ sending happens on the SDK's own thread, from a bounded queue that drops what it
 from __future__ import annotations
 
 import collections
+import dataclasses
 import ipaddress
 import logging
 import threading
 import urllib.parse
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opentelemetry import trace
@@ -27,7 +29,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from icehouse_server.domain.call import PROVIDER, CallRecord, SpanNames, SpillRecord
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import request_id_of
-from icehouse_server.telemetry.stages import Attribute, stages_of
+
+Attribute = str | int | float
 
 SERVICE_NAME = "icehouse"
 
@@ -68,7 +71,7 @@ def _is_local(endpoint: str) -> bool:
         return False
 
 
-class Spans:
+class CallSpans:
     """Makes the spans. `trace` belongs to the event loop, `spilled` to the storage thread."""
 
     def __init__(self, exporter: SpanExporter, *, sample_ratio: float, version: str) -> None:
@@ -165,6 +168,56 @@ class _Joins:
             return span
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """One stretch of a call, in seconds since it reached the edge."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Attribute] = dataclasses.field(default_factory=dict)
+
+
+def stages_of(record: CallRecord) -> Iterator[Stage]:
+    """Yield the stages that the call came to, in their order.
+
+    Only what was told: a request that was cancelled in prefill has no prefill stage, since its length
+    is known of requests that ran to their end alone.
+    """
+    if record.tokenize_s > 0:
+        yield Stage("tokenize", 0.0, record.tokenize_s, {"icehouse.prompt.tokens": record.prompt_token_count})
+    started = record.started
+    if started is None:
+        return
+    yield Stage("queue", min(record.tokenize_s, started.queue_s), started.queue_s)
+    # What a restore became is known for certain only at the end.
+    cache = record.usage.cache if record.usage is not None else started.cache
+    restored_s = started.queue_s + cache.restore_s
+    if cache.restore_s > 0:
+        yield Stage(
+            "restore",
+            started.queue_s,
+            restored_s,
+            {
+                "icehouse.ram.tokens": cache.ram_token_count,
+                "icehouse.ssd.tokens": cache.ssd_token_count,
+                "icehouse.reuse.limit": cache.limit.name.lower(),
+            },
+        )
+    usage = record.usage
+    if usage is None:
+        return
+    computed_count = usage.prompt_token_count - usage.cache.cached_token_count
+    yield Stage("prefill", restored_s, restored_s + usage.prefill_s, {"icehouse.tokens": computed_count})
+    if usage.output_token_count:
+        yield Stage(
+            "decode",
+            usage.ttft_s,
+            usage.ttft_s + usage.decode_s,
+            {"icehouse.tokens": usage.output_token_count},
+        )
+
+
 def _names_of(span: Span) -> SpanNames:
     context = span.get_span_context()
     trace_id, span_id = f"{context.trace_id:032x}", f"{context.span_id:016x}"
@@ -172,32 +225,25 @@ def _names_of(span: Span) -> SpanNames:
 
 
 def _attributes_of(record: CallRecord) -> dict[str, Attribute]:
-    attributes: dict[str, Attribute] = {
+    operation, started, usage = record.operation, record.started, record.usage
+    attributes: dict[str, Attribute | None] = {
         "rpc.system.name": "grpc",
         "rpc.method": record.method,
         "rpc.response.status_code": record.code,
         "icehouse.request.id": record.request_id,
         "icehouse.peer": record.peer.value,
+        "error.type": record.error_type or None,
+        "icehouse.tenant": record.tenant or None,
+        "gen_ai.conversation.id": record.session_id or None,
+        "gen_ai.operation.name": operation.value if operation else None,
+        "gen_ai.provider.name": PROVIDER if operation else None,
+        "gen_ai.request.model": record.model_id or None,
+        "gen_ai.usage.input_tokens": record.prompt_token_count or None,
+        "gen_ai.usage.cache_read.input_tokens": started.cache.cached_token_count if started else None,
+        "gen_ai.usage.output_tokens": usage.output_token_count if usage else None,
+        "gen_ai.response.time_to_first_chunk": usage.ttft_s if usage else None,
     }
-    if record.error_type:
-        attributes["error.type"] = record.error_type
-    if record.tenant:
-        attributes["icehouse.tenant"] = record.tenant
-    if record.session_id:
-        attributes["gen_ai.conversation.id"] = record.session_id
-    if record.operation is not None:
-        attributes["gen_ai.operation.name"] = record.operation.value
-        attributes["gen_ai.provider.name"] = PROVIDER
-    if record.model_id:
-        attributes["gen_ai.request.model"] = record.model_id
-    if record.prompt_token_count:
-        attributes["gen_ai.usage.input_tokens"] = record.prompt_token_count
-    if record.started is not None:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = record.started.cache.cached_token_count
-    if record.usage is not None:
-        attributes["gen_ai.usage.output_tokens"] = record.usage.output_token_count
-        attributes["gen_ai.response.time_to_first_chunk"] = record.usage.ttft_s
-    return attributes
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _ns(time_s: float) -> int:

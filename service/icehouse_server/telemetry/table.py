@@ -1,15 +1,290 @@
-"""Metrics table: every metric the server has. The endpoint, the documentation and the checks read it."""
+"""Metrics table: every metric the server has. The endpoint, the documentation and the checks read it.
+
+`call_metrics` counts calls as they end; everything else is read from the latest snapshot, as said here.
+"""
 
 from __future__ import annotations
 
-from icehouse_server.telemetry.cache_metrics import CACHE_METRICS
-from icehouse_server.telemetry.call_metrics import CALL_METRICS
-from icehouse_server.telemetry.engine_metrics import ENGINE_METRICS
-from icehouse_server.telemetry.kv_event_metrics import KV_EVENT_METRICS
-from icehouse_server.telemetry.metric import Metric
-from icehouse_server.telemetry.observed import Observed
-from icehouse_server.telemetry.tenant_metrics import TENANT_METRICS
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
-OBSERVED_METRICS: tuple[Observed, ...] = (*ENGINE_METRICS, *CACHE_METRICS, *TENANT_METRICS, *KV_EVENT_METRICS)
+from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import EngineStats, KvEventStats, Snapshot, TenantUse
+from icehouse_server.telemetry.call_metrics import CALL_METRICS
+from icehouse_server.telemetry.metric import Metric, MetricKind
+
+Labels = tuple[str, ...]
+
+Reading = float | Mapping[str | Labels, float]
+"""One number, or one for each value of the row's labels."""
+
+_Part = TypeVar("_Part")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observed:
+    """One row of the table. `read` yields values by their labels, none where the snapshot knows nothing."""
+
+    metric: Metric
+    read: Callable[[Snapshot], Iterable[tuple[Labels, float]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows(Generic[_Part]):
+    """Makes rows about a part of the snapshot. There may be several such parts, told apart by `labels`."""
+
+    parts: Callable[[Snapshot], Mapping[Labels, _Part]]
+    labels: Labels = ()
+
+    def counter(
+        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
+    ) -> Observed:
+        """Return a row that only grows."""
+        metric = Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels))
+        return Observed(metric, lambda s: self._values(s, read))
+
+    def gauge(
+        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
+    ) -> Observed:
+        """Return a row that goes up and down."""
+        metric = Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels))
+        return Observed(metric, lambda s: self._values(s, read))
+
+    def _values(self, s: Snapshot, read: Callable[[_Part], Reading]) -> Iterator[tuple[Labels, float]]:
+        for of_part, part in self.parts(s).items():
+            reading = read(part)
+            if isinstance(reading, Mapping):
+                for label, value in reading.items():
+                    yield (*of_part, *((label,) if isinstance(label, str) else label)), value
+            else:
+                yield of_part, reading
+
+
+def _known(part: _Part | None) -> Mapping[Labels, _Part]:
+    return {} if part is None else {(): part}
+
+
+def _tiers(s: Snapshot) -> Mapping[Labels, TierStats]:
+    tiers = {} if s.cache is None else {("ram",): s.cache.ram, ("ssd",): s.cache.ssd}
+    return {label: tier for label, tier in tiers.items() if tier is not None}
+
+
+def _stored(s: Snapshot) -> Reading:
+    # The cache remembers as many tenants again; those without an account are left out, to keep the bound.
+    known = {use.tenant for use in s.tenants}
+    shares = [share for share in (s.cache.tenants if s.cache else ()) if share.tenant in known]
+    return {
+        (share.tenant, tier): size
+        for share in shares
+        for tier, size in (("ram", share.ram_bytes), ("ssd", share.ssd_bytes))
+    }
+
+
+def _model(s: Snapshot) -> Reading:
+    m = s.model
+    facts = m and (m.model_id, m.architecture, m.dtype, m.device, m.fingerprint_hex[:16])
+    return {facts: 1.0} if facts else {}
+
+
+_server: _Rows[Snapshot] = _Rows(lambda s: {(): s})
+_engine: _Rows[EngineStats] = _Rows(lambda s: _known(s.engine))
+_cache: _Rows[CacheStats] = _Rows(lambda s: _known(s.cache))
+_spill: _Rows[SpillStats] = _Rows(lambda s: _known(s.cache.spill if s.cache else None))
+_disk: _Rows[DiskStats] = _Rows(lambda s: _known(s.cache.disk if s.cache else None))
+_tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
+# The edge keeps a bounded number of accounts, so there are never more tenants here than that.
+_tenant: _Rows[TenantUse] = _Rows(lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",))
+_events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events})
+
+# fmt: off
+# A row is its name, unit and reading, and below them what it means.
+OBSERVED_METRICS: tuple[Observed, ...] = (
+    _server.gauge("icehouse.engine.state", "{state}",
+        lambda s: {state.name.lower(): float(s.state is state) for state in EngineState},
+        "1 for the state the engine is in.", "icehouse.state"),
+    _server.gauge("icehouse.model.info", "{model}", _model,
+        "1, with the served model's facts as labels.",
+        "model", "architecture", "dtype", "device", "fingerprint"),
+    _server.gauge("icehouse.engine.heartbeat.age", "s", lambda s: s.heartbeat_age_s,
+        "Since the inference loop last turned; it grows when a step is stuck."),
+    _engine.gauge("icehouse.engine.uptime", "s", lambda e: e.uptime_s,
+        "Since the engine started."),
+    _engine.gauge("icehouse.engine.requests", "{request}",
+        lambda e: {"waiting": e.waiting_count, "loading": e.loading_count,
+                   "prefilling": e.prefilling_count, "decoding": e.decoding_count},
+        "Requests by phase.", "icehouse.phase"),
+    _engine.gauge("icehouse.engine.running", "{request}", lambda e: e.running_count,
+        "Requests that were let in and have not ended: they load, prefill or decode."),
+    _engine.gauge("icehouse.engine.kv.usage", "1", lambda e: e.kv_usage_ratio,
+        "Of what KV may take beside the model, what running requests take; 0 without a limit."),
+    _engine.gauge("icehouse.engine.kv.used", "By", lambda e: e.kv_used_bytes,
+        "KV of running requests, with the room it has to grow into; the prefix cache is not in it."),
+    _engine.gauge("icehouse.engine.kv.limit", "By", lambda e: e.kv_limit_bytes,
+        "What KV may take beside the model; 0 is unlimited."),
+    _engine.gauge("icehouse.engine.waiting.limit", "{request}", lambda e: e.waiting_limit,
+        "Most requests that may wait; more are refused with QUEUE_FULL."),
+    _engine.gauge("icehouse.engine.decoding.limit", "{request}", lambda e: e.decoding_limit,
+        "Most requests that decode at once."),
+    _engine.gauge("icehouse.engine.mailbox.messages", "{message}", lambda e: e.mailbox_count,
+        "Messages waiting for the inference thread."),
+    _engine.gauge("icehouse.engine.mailbox.limit", "{message}", lambda e: e.mailbox_limit,
+        "Most messages that may wait for the inference thread."),
+    _engine.counter("icehouse.engine.requests.accepted", "{request}", lambda e: e.accepted_total,
+        "Requests taken in."),
+    _engine.counter("icehouse.engine.requests.ended", "{request}",
+        lambda e: {"finished": e.finished_total, "cancelled": e.cancelled_total,
+                   "failed": e.failed_total, "rejected": e.rejected_total},
+        "Requests ended.", "icehouse.outcome"),
+    _engine.counter("icehouse.engine.requests.parked", "{request}", lambda e: e.parked_total,
+        "Times a running request gave way for want of memory and went on later."),
+    _engine.counter("icehouse.engine.draft.tokens", "{token}",
+        lambda e: {"accepted": e.accepted_draft_token_total,
+                   "rejected": e.drafted_token_total - e.accepted_draft_token_total},
+        "Draft tokens of speculation, by what became of them.", "icehouse.outcome"),
+    _engine.counter("icehouse.engine.images", "{image}",
+        lambda e: {"encoded": e.encoded_image_total, "reused": e.reused_image_total},
+        "Images that prompts needed vectors of, by where those came from.", "icehouse.kind"),
+    _engine.counter("icehouse.engine.image.encode.time", "s", lambda e: e.image_encode_s,
+        "Time that the inference thread spent in the vision tower."),
+    _engine.gauge("icehouse.engine.image.features", "By", lambda e: e.image_feature_bytes,
+        "Vectors that are kept for images that may come again."),
+    _engine.gauge("icehouse.engine.image.features.limit", "By", lambda e: e.image_feature_limit_bytes,
+        "Most that is kept of them."),
+    _engine.counter("icehouse.engine.tokens", "{token}",
+        lambda e: {"prompt_cached": e.cached_token_total, "prompt_computed": e.prefilled_token_total,
+                   "output": e.output_token_total},
+        "Tokens by where they came from.", "icehouse.kind"),
+    _engine.counter("icehouse.engine.steps", "{step}", lambda e: e.step_total,
+        "Steps of the loop."),
+    _engine.gauge("icehouse.engine.decode.step", "s",
+        lambda e: {"0.5": e.decode_step_p50_s, "0.99": e.decode_step_p99_s},
+        "Duration of a decode step, quantiles of a recent window.", "quantile"),
+    _engine.gauge("icehouse.engine.pass", "s",
+        lambda e: {"0.5": e.pass_p50_s, "0.99": e.pass_p99_s},
+        "Duration of a forward pass, quantiles of a recent window; a new request waits for the one running.",
+        "quantile"),
+    _engine.gauge("icehouse.engine.prefill.rate", "{token}/s", lambda e: e.prefill_tokens_per_s,
+        "Prompt tokens computed per second of prefill, a moving average."),
+    _engine.gauge("icehouse.engine.memory.active", "By", lambda e: e.active_memory_bytes,
+        "Held by MLX for arrays."),
+    _engine.gauge("icehouse.engine.memory.peak", "By", lambda e: e.peak_memory_bytes,
+        "Most that MLX held for arrays since the start."),
+    _engine.gauge("icehouse.engine.memory.limit", "By", lambda e: e.memory_limit_bytes,
+        "What the engine may use; 0 is unlimited."),
+
+    _tier.gauge("icehouse.cache.blocks", "{block}", lambda t: t.block_count,
+        "Blocks."),
+    _tier.gauge("icehouse.cache.blocks.pinned", "{block}", lambda t: t.pinned_block_count,
+        "Blocks that policy may not evict."),
+    _tier.gauge("icehouse.cache.tokens", "{token}", lambda t: t.token_count,
+        "Tokens in blocks."),
+    _tier.gauge("icehouse.cache.size", "By", lambda t: t.size_bytes,
+        "Bytes of the blocks."),
+    _tier.gauge("icehouse.cache.limit", "By", lambda t: t.limit_bytes,
+        "Most bytes."),
+    _tier.gauge("icehouse.cache.age.median", "s", lambda t: t.age.p50_s,
+        "Half of the blocks were used more recently."),
+    _tier.counter("icehouse.cache.evicted.blocks", "{block}", lambda t: t.evicted_block_total,
+        "Blocks evicted by policy."),
+    _tier.counter("icehouse.cache.evicted", "By", lambda t: t.evicted_byte_total,
+        "Bytes evicted by policy."),
+    _tier.counter("icehouse.cache.purged.blocks", "{block}", lambda t: t.purged_block_total,
+        "Blocks removed by order."),
+    _cache.counter("icehouse.cache.lookups", "{lookup}", lambda c: c.lookups.lookup_total,
+        "Prompts looked up."),
+    _cache.counter("icehouse.cache.hits", "{lookup}", lambda c: c.lookups.hit_total,
+        "Lookups that reused at least one token."),
+    _cache.counter("icehouse.cache.reused.tokens", "{token}",
+        lambda c: {"ram": c.lookups.ram_token_total, "ssd": c.lookups.ssd_token_total},
+        "Prompt tokens reused.", "icehouse.tier"),
+    _cache.counter("icehouse.cache.missed.tokens", "{token}",
+        lambda c: {miss.reason.name.lower(): miss.token_total for miss in c.lookups.miss_tokens},
+        "Prompt tokens not reused; reason none is the last token, which always runs.", "icehouse.reason"),
+    _cache.counter("icehouse.cache.recompute.chosen", "{lookup}", lambda c: c.promote.recompute_chosen_total,
+        "Lookups in which prefilling was predicted to be faster than loading."),
+    _spill.counter("icehouse.cache.spill.accepted.blocks", "{block}", lambda p: p.accepted_block_total,
+        "Blocks that got credit in the write queue."),
+    _spill.counter("icehouse.cache.spill.persisted.blocks", "{block}", lambda p: p.persisted_block_total,
+        "Blocks committed on SSD: file and row are there."),
+    _spill.counter("icehouse.cache.spill.persisted", "By", lambda p: p.persisted_byte_total,
+        "Bytes of the committed files."),
+    _spill.counter("icehouse.cache.spill.dropped.blocks", "{block}",
+        lambda p: {drop.cause.name.lower(): drop.block_total for drop in p.drops},
+        "Blocks that did not reach the SSD.", "icehouse.cause"),
+    _spill.gauge("icehouse.cache.spill.queue", "By", lambda p: p.queue_bytes,
+        "Bytes on their way to SSD."),
+    _spill.gauge("icehouse.cache.spill.queue.limit", "By", lambda p: p.queue_limit_bytes,
+        "Most bytes on their way to SSD."),
+    _spill.gauge("icehouse.cache.spill.rate", "By/s", lambda p: p.write_bytes_per_s,
+        "Bytes written per second of writing, a moving average."),
+    _spill.gauge("icehouse.cache.spill.today", "By", lambda p: p.written_today_bytes,
+        "Bytes written since midnight UTC."),
+    _spill.gauge("icehouse.cache.spill.daily.limit", "By", lambda p: p.daily_limit_bytes,
+        "Most bytes written in a day; 0 is unlimited."),
+    _cache.counter("icehouse.cache.loads", "{load}", lambda c: c.promote.load_total,
+        "Loads asked of the SSD tier."),
+    _cache.counter("icehouse.cache.loads.failed", "{load}", lambda c: c.promote.failed_load_total,
+        "Loads that failed wholly or in part."),
+    _cache.counter("icehouse.cache.restores.failed", "{restore}", lambda c: c.promote.failed_restore_total,
+        "Restores whose blocks were read and did not make a cache; the request was prefilled."),
+    _cache.counter("icehouse.cache.promoted.blocks", "{block}", lambda c: c.promote.promoted_block_total,
+        "Blocks rebuilt for use."),
+    _cache.counter("icehouse.cache.read", "By", lambda c: c.promote.read_byte_total,
+        "Bytes read."),
+    _cache.gauge("icehouse.cache.loads.queued", "{load}", lambda c: c.promote.queue_count,
+        "Loads waiting or running."),
+    _cache.gauge("icehouse.cache.read.rate", "By/s", lambda c: c.promote.read_bytes_per_s,
+        "Bytes read and verified per second of reading, a moving average."),
+    _cache.counter("icehouse.cache.damaged.blocks", "{block}",
+        lambda c: {"checksum": c.integrity.checksum_failure_total,
+                   "header": c.integrity.header_mismatch_total,
+                   "missing": c.integrity.missing_file_total, "seal": c.integrity.seal_failure_total},
+        "Blocks on SSD found damaged; they are never used.", "icehouse.damage"),
+    _cache.gauge("icehouse.cache.quarantined.files", "{file}", lambda c: c.integrity.quarantined_file_count,
+        "Files in quarantine."),
+    _cache.counter("icehouse.cache.quarantined.blocks", "{block}",
+        lambda c: c.integrity.quarantined_block_total,
+        "Blocks whose files were put into quarantine."),
+    _disk.gauge("icehouse.cache.disk.used", "By", lambda d: d.used_bytes,
+        "Bytes of all files."),
+    _disk.gauge("icehouse.cache.disk.limit", "By", lambda d: d.limit_bytes,
+        "Most bytes of all files."),
+    _disk.gauge("icehouse.cache.disk.free", "By", lambda d: d.free_bytes,
+        "Free on the file system."),
+    _disk.gauge("icehouse.cache.disk.floor", "By", lambda d: d.free_floor_bytes,
+        "Free bytes below which nothing is written."),
+    _disk.gauge("icehouse.cache.disk.writable", "{state}", lambda d: float(not d.writes_off_detail),
+        "1 while blocks are written, 0 while writing is off after failures."),
+    _disk.gauge("icehouse.cache.disk.answering", "{state}", lambda d: float(not d.hang_detail),
+        "1 while the disk answers, 0 while reads or writes hang and prompts are computed instead."),
+
+    _tenant.gauge("icehouse.tenant.requests", "{request}",
+        lambda use: {"waiting": use.waiting_count, "running": use.running_count},
+        "Requests that wait or run now.", "icehouse.request.phase"),
+    _tenant.counter("icehouse.tenant.accepted", "{request}", lambda use: use.accepted_total,
+        "Requests that were let into the queue."),
+    _tenant.counter("icehouse.tenant.refused", "{request}", lambda use: use.refused_total,
+        "Requests refused because the tenant had its share."),
+    _tenant.counter("icehouse.tenant.tokens", "{token}",
+        lambda use: {"prompt": use.prompt_token_total, "cached": use.cached_token_total,
+                     "output": use.output_token_total},
+        "Tokens of prompts, tokens of them that were reused, and tokens drawn.", "icehouse.token.kind"),
+    _server.gauge("icehouse.tenant.stored", "By", _stored,
+        "Bytes of its blocks.", "icehouse.tenant", "icehouse.tier"),
+
+    _events.gauge("icehouse.kv_events.blocks", "{block}", lambda v: v.block_count,
+        "Whole blocks known of for subscribers, in either tier; `kv_events.block_limit` bounds them."),
+    _events.gauge("icehouse.kv_events.replay", "By", lambda v: v.replay_bytes,
+        "Events kept for subscribers that fall behind or come back; `kv_events.replay_bytes` bounds them."),
+    _events.counter("icehouse.kv_events.events", "{event}", lambda v: v.event_total,
+        "KV events that were told."),
+    _events.counter("icehouse.kv_events.subscribers.lost", "{subscriber}", lambda v: v.lost_total,
+        "Times a subscriber fell behind the events that are kept, and had to begin anew."),
+    _events.counter("icehouse.kv_events.blocks.untold", "{block}", lambda v: v.untold_total,
+        "Blocks that no subscriber is told of, for want of room within `kv_events.block_limit`."),
+)
+# fmt: on
 
 METRICS: tuple[Metric, ...] = (*CALL_METRICS, *(row.metric for row in OBSERVED_METRICS))

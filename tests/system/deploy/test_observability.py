@@ -14,7 +14,7 @@ import yaml
 from icehouse_server.config import SETTINGS
 from icehouse_server.errors import Reason
 from icehouse_server.telemetry.call_metrics import Reuse
-from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.metric import Metric, MetricKind
 from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 
 from tests.fixtures.telemetry.facts import SNAPSHOT
@@ -38,9 +38,9 @@ VARIABLES = {"$__rate_interval": "5m", "$job": "icehouse", "$instance": "a"}
 
 OF_THE_SCRAPE = {"job", "instance"}
 SUFFIXES = {
-    Kind.COUNTER: ("",),
-    Kind.GAUGE: ("",),
-    Kind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+    MetricKind.COUNTER: ("",),
+    MetricKind.GAUGE: ("",),
+    MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
 }
 SERIES: dict[str, Metric] = {m.prometheus_name + s: m for m in METRICS for s in SUFFIXES[m.kind]}
 OVER_TIME = {"rate", "increase", "irate"}
@@ -108,11 +108,11 @@ def test_a_query_asks_for_what_is_exported(title: str, expression: str) -> None:
         assert selector.name in SERIES, f"{title}: nobody exports {selector.name}"
         metric = SERIES[selector.name]
         labels = {*metric.prometheus_labels, *OF_THE_SCRAPE}
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             labels.add("le")
         assert {m.name for m in selector.matchers.matchers} <= labels, title
         assert set(group) <= labels, title
-        is_counted = metric.kind is not Kind.GAUGE
+        is_counted = metric.kind is not MetricKind.GAUGE
         assert (function in OVER_TIME) == is_counted, (
             f"{title}: {function or 'no function'} over a {metric.kind}"
         )
@@ -141,7 +141,7 @@ def test_the_rules_rename_what_is_exported() -> None:
         for selector, _, left_out in selectors(promql.parse(rule["expr"])):
             metric = SERIES[selector.name]
             assert set(left_out) <= set(metric.prometheus_labels), rule["record"]
-            is_counted = metric.kind is not Kind.GAUGE
+            is_counted = metric.kind is not MetricKind.GAUGE
             assert rule["record"].endswith(("_total", "_bucket")) is is_counted, rule["record"]
             for matcher in selector.matchers.matchers:
                 known = VALUES[selector.name, matcher.name]

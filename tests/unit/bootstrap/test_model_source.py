@@ -9,7 +9,7 @@ import pytest
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
 from icehouse_server.bootstrap.server import adapter_source
 from icehouse_server.config import ModelConfig
-from icehouse_server.config.named_paths import NamedPath
+from icehouse_server.config.setting import NamedPath
 from icehouse_server.errors import ModelError, Reason
 
 NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")

@@ -1,4 +1,4 @@
-"""OpenBLAS in front of MLX: when it is loaded, that MLX calls it then, and how another program gets it."""
+"""OpenBLAS in front of MLX: when it is loaded, and that MLX calls it then."""
 
 import os
 import subprocess
@@ -8,43 +8,14 @@ from pathlib import Path
 import pytest
 from icehouse_server.bootstrap import preload
 
-LIBRARY = Path("/lib/libopenblas.so.0")
-
-
-@pytest.fixture
-def linux_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(preload, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr(preload, "openblas_loaded", lambda: False)
-    monkeypatch.setattr(preload, "find_openblas", lambda: LIBRARY)
-    return monkeypatch
-
-
-def test_openblas_goes_in_front_of_what_was_preloaded(linux_cpu: pytest.MonkeyPatch) -> None:
-    environ = preload.preload_environment({"LD_PRELOAD": "/lib/other.so", "A": "b"})
-    assert environ == {"LD_PRELOAD": f"{LIBRARY} /lib/other.so", "A": "b", "ICEHOUSE_PRELOADED": "1"}
-
-
-def test_the_second_start_is_the_last(linux_cpu: pytest.MonkeyPatch) -> None:
-    environ = preload.preload_environment({})
-    assert environ is not None
-    assert preload.preload_environment(environ) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"), [("runs_on_cpu", False), ("openblas_loaded", True), ("find_openblas", None)]
-)
-def test_nothing_happens_without_need_or_library(
-    linux_cpu: pytest.MonkeyPatch, name: str, answer: object
-) -> None:
-    linux_cpu.setattr(preload, name, lambda: answer)
-    assert preload.preload_environment({}) is None
-
 
 def test_a_library_that_cannot_be_loaded_is_told_and_nothing_more(
-    linux_cpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    linux_cpu.setattr(preload, "find_openblas", lambda: Path("/nowhere/libopenblas.so.0"))
-    linux_cpu.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.setattr(preload, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(preload, "openblas_loaded", lambda: False)
+    monkeypatch.setattr(preload, "find_openblas", lambda: Path("/nowhere/libopenblas.so.0"))
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     preload.load_openblas()
     assert [record.message for record in caplog.records] == ["openblas_not_loaded"]
 

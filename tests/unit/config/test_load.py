@@ -148,7 +148,7 @@ def test_an_unknown_variable_that_is_near_to_none_says_where_all_are(variable: s
 
 
 def test_other_peoples_variables_are_none_of_our_business() -> None:
-    assert load_config(environ={"ICE": "1", "HOME": "/", "ICEHOUSE_PRELOADED": "1"}).config == Config()
+    assert load_config(environ={"ICE": "1", "HOME": "/"}).config == Config()
 
 
 def service_links(name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Spans as a collector receives them: whose children they are, when they were, what they say."""
+"""CallSpans as a collector receives them: whose children they are, when they were, what they say."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
 from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
 from icehouse_server.telemetry import spans as module
-from icehouse_server.telemetry.spans import Spans, otlp_exporter
-from icehouse_server.telemetry.stages import stages_of
+from icehouse_server.telemetry.spans import CallSpans, otlp_exporter, stages_of
 
 from tests.fixtures.known_blocks import Shelf, record_of
 from tests.fixtures.proxy import RefusingProxy
@@ -34,7 +33,7 @@ NOT_KEPT = TraceContext(f"00-{TRACE_ID}-{CALLER_ID}-00")
 def sent_for(*told: CallRecord | SpillRecord, ratio: float = 1.0) -> tuple[Collector, list[SpanNames | None]]:
     """Return what a collector holds after these were told in this order."""
     with collecting() as (collector, endpoint):
-        spans = Spans(otlp_exporter(endpoint), sample_ratio=ratio, version="1.2")
+        spans = CallSpans(otlp_exporter(endpoint), sample_ratio=ratio, version="1.2")
         names = []
         for record in told:
             if isinstance(record, CallRecord):
@@ -177,7 +176,7 @@ def test_what_waits_for_calls_and_spills_is_bounded(monkeypatch: pytest.MonkeyPa
 def test_a_collector_that_is_away_does_not_hold_up_the_stop() -> None:
     with collecting() as (_, endpoint):
         pass
-    spans = Spans(otlp_exporter(endpoint), sample_ratio=1.0, version="1.2")
+    spans = CallSpans(otlp_exporter(endpoint), sample_ratio=1.0, version="1.2")
     assert spans.trace(call_record()) is not None
     began = time.monotonic()
     spans.stop()

@@ -14,7 +14,7 @@ from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
-from icehouse_server.telemetry.metric import Kind, Metric
+from icehouse_server.telemetry.metric import Metric, MetricKind
 from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
 from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 from prometheus_client.parser import text_string_to_metric_families
@@ -74,7 +74,7 @@ def test_names_units_and_descriptions_follow_the_conventions(metric: Metric) -> 
     assert (metric.description.endswith(".") and metric.description[0].isupper()) or metric.description[
         0
     ] in "1"
-    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
     assert list(metric.buckets) == sorted(set(metric.buckets))
     assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.prometheus_name)
 
@@ -87,16 +87,16 @@ def test_names_are_unique_in_both_spellings() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "unit", "spelled"),
     [
-        ("grpc.server.call.duration", Kind.HISTOGRAM, "s", "grpc_server_call_duration_seconds"),
-        ("grpc.server.call.started", Kind.COUNTER, "{call}", "grpc_server_call_started_total"),
-        ("a.evicted", Kind.COUNTER, "By", "a_evicted_bytes_total"),
-        ("a.rate", Kind.GAUGE, "By/s", "a_rate_bytes_per_second"),
-        ("a.rate", Kind.GAUGE, "{token}/s", "a_rate_per_second"),
-        ("a.share", Kind.GAUGE, "1", "a_share_ratio"),
+        ("grpc.server.call.duration", MetricKind.HISTOGRAM, "s", "grpc_server_call_duration_seconds"),
+        ("grpc.server.call.started", MetricKind.COUNTER, "{call}", "grpc_server_call_started_total"),
+        ("a.evicted", MetricKind.COUNTER, "By", "a_evicted_bytes_total"),
+        ("a.rate", MetricKind.GAUGE, "By/s", "a_rate_bytes_per_second"),
+        ("a.rate", MetricKind.GAUGE, "{token}/s", "a_rate_per_second"),
+        ("a.share", MetricKind.GAUGE, "1", "a_share_ratio"),
     ],
 )
 def test_prometheus_names_are_opentelemetrys_translation(
-    name: str, kind: Kind, unit: str, spelled: str
+    name: str, kind: MetricKind, unit: str, spelled: str
 ) -> None:
     assert Metric(name, kind, unit, "D.").prometheus_name == spelled
 

@@ -12,7 +12,7 @@ from icehouse_client.cli.figures import size_text
 
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.cli.doctor.check import Check, Verdict
-from icehouse_server.config import CacheConfig, Config
+from icehouse_server.config import Config
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.own_server import OwnServer, find_own_server
 from icehouse_server.storage.files import SystemFiles, read_text
@@ -21,7 +21,7 @@ from icehouse_server.storage.paths import StorePaths
 
 def check_disk(config: Config) -> Check:
     """Is there room for the SSD tier, and may it be written?"""
-    if not _is_used(config.cache):
+    if not config.cache.has_ssd:
         return Check("disk", Verdict.OK, "the SSD tier is off")
     folder = config.cache.block_directory
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -39,7 +39,7 @@ def check_disk(config: Config) -> Check:
 def check_cache(config: Config) -> Check:
     """How is the cache directory: whose, how full, closed cleanly, anything damaged in it?"""
     folder = config.cache.block_directory
-    if not _is_used(config.cache):
+    if not config.cache.has_ssd:
         return Check("cache", Verdict.OK, "the SSD tier is off")
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return Check("cache", Verdict.OK, f"{folder}: made by the first server")
@@ -69,7 +69,7 @@ def check_cache(config: Config) -> Check:
 def check_encryption(config: Config) -> Check:
     """Are blocks encrypted, and does the key open those that are there?"""
     cache = config.cache
-    if not _is_used(cache):
+    if not cache.has_ssd:
         return Check("at rest", Verdict.OK, "the SSD tier is off")
     if not cache.is_encrypted:
         return Check("at rest", Verdict.OK, "blocks are in the clear, readable by their owner only")
@@ -83,10 +83,6 @@ def check_encryption(config: Config) -> Check:
         return Check("at rest", Verdict.WARN, f"the key opens no data key in {folder}", advice)
     key = f"data key {cipher.key_id.hex()}" if cipher else "the first start makes its data key"
     return Check("at rest", Verdict.OK, f"blocks are encrypted (AES-256-GCM), {key}")
-
-
-def _is_used(cache: CacheConfig) -> bool:
-    return cache.enabled and cache.ssd_enabled
 
 
 def _owner(store: StorePaths) -> str | None:

@@ -140,12 +140,11 @@ def facts_of(config: Config) -> ServerFacts:
 
 
 def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
-    has_ssd = config.cache.enabled and config.cache.ssd_enabled
     if config.cache.enabled:
         yield messages.SERVER_FEATURE_PREFIX_CACHE
-    if has_ssd:
+    if config.cache.has_ssd:
         yield messages.SERVER_FEATURE_SSD_CACHE
-    if has_ssd and config.cache.is_encrypted:
+    if config.cache.has_ssd and config.cache.is_encrypted:
         yield messages.SERVER_FEATURE_CACHE_ENCRYPTION
     if config.security.authenticates:
         yield messages.SERVER_FEATURE_CREDENTIALS

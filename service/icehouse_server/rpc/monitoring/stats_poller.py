@@ -8,7 +8,7 @@ from collections.abc import Callable
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, Snapshot
+from icehouse_server.domain.stats import EngineStats, KvEventStats, SampleRates, Snapshot
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
@@ -75,11 +75,11 @@ class StatsPoller:
         )
 
 
-def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> Rates:
+def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRates:
     elapsed_s = now - last.sample_time
     if last.engine is None or engine is None or elapsed_s <= 0:
-        return Rates()
-    return Rates(
+        return SampleRates()
+    return SampleRates(
         finished_per_s=(engine.finished_total - last.engine.finished_total) / elapsed_s,
         failed_per_s=(engine.failed_total - last.engine.failed_total) / elapsed_s,
         output_tokens_per_s=(engine.output_token_total - last.engine.output_token_total) / elapsed_s,

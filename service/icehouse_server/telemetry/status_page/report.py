@@ -67,31 +67,20 @@ def report_of(
 
 def _engine(engine: EngineStats, snapshot: Snapshot) -> dict[str, Any]:
     return {
-        "uptime_s": engine.uptime_s,
-        "waiting_count": engine.waiting_count,
-        "loading_count": engine.loading_count,
-        "prefilling_count": engine.prefilling_count,
-        "decoding_count": engine.decoding_count,
-        "decoding_limit": engine.decoding_limit,
-        "finished_total": engine.finished_total,
-        "failed_total": engine.failed_total,
+        **_fields(engine, "uptime_s", "waiting_count", "loading_count", "prefilling_count", "decoding_count"),
+        **_fields(engine, "decoding_limit", "finished_total", "failed_total", "memory_limit_bytes"),
         "output_tokens_per_s": snapshot.rates.output_tokens_per_s,
         "memory_bytes": engine.active_memory_bytes,
-        "memory_limit_bytes": engine.memory_limit_bytes,
     }
 
 
 def _cache(cache: CacheStats) -> dict[str, Any]:
-    lookups = cache.lookups
+    reused = ("ram_token_total", "ssd_token_total", "miss_token_total")
     return {
         "unsupported_detail": cache.unsupported_detail,
         "ram": _tier(cache.ram),
         "ssd": None if cache.ssd is None else _tier(cache.ssd),
-        "lookup_total": lookups.lookup_total,
-        "hit_total": lookups.hit_total,
-        "ram_token_total": lookups.ram_token_total,
-        "ssd_token_total": lookups.ssd_token_total,
-        "miss_token_total": lookups.miss_token_total,
+        **_fields(cache.lookups, "lookup_total", "hit_total", *reused),
         "spilled_byte_total": cache.spill.persisted_byte_total,
         "read_byte_total": cache.promote.read_byte_total,
         "damaged_block_total": cache.integrity.damaged_block_total,
@@ -99,14 +88,12 @@ def _cache(cache: CacheStats) -> dict[str, Any]:
 
 
 def _tier(tier: TierStats) -> dict[str, Any]:
-    return {
-        "size_bytes": tier.size_bytes,
-        "limit_bytes": tier.limit_bytes,
-        "block_count": tier.block_count,
-        "pinned_block_count": tier.pinned_block_count,
-        "token_count": tier.token_count,
-        "evicted_block_total": tier.evicted_block_total,
-    }
+    blocks = ("block_count", "pinned_block_count", "token_count", "evicted_block_total")
+    return _fields(tier, "size_bytes", "limit_bytes", *blocks)
+
+
+def _fields(stats: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in names}
 
 
 def _first_token(series: HistogramSeries) -> dict[str, Any]:
@@ -124,14 +111,8 @@ def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
     return {
         "name": _shown_name(node.hash, rules.name_key),
         **_text(node, rules.decode),
-        "start_token_index": node.start_token_index,
-        "end_token_index": node.end_token_index,
-        "block_count": node.block_count,
-        "ram_block_count": node.ram_block_count,
-        "ssd_block_count": node.ssd_block_count,
-        "hit_count": node.hit_count,
-        "reused_token_total": node.reused_token_total,
-        "branch_count": node.branch_count,
+        **_fields(node, "start_token_index", "end_token_index", "block_count", "ram_block_count"),
+        **_fields(node, "ssd_block_count", "hit_count", "reused_token_total", "branch_count"),
         "children": [_prefix(child, rules) for child in node.children],
     }
 

@@ -23,7 +23,7 @@ from icehouse_server.domain.cache_stats import CacheStats, LookupStats, MissToke
 from icehouse_server.domain.call import CallRecord, PeerKind, WireRecord
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, Rates, Snapshot
+from icehouse_server.domain.stats import EngineStats, SampleRates, Snapshot
 from icehouse_server.rpc.access.caller import peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.watchers import Telemetry
@@ -339,7 +339,7 @@ def test_a_busy_server_reports_more_than_one() -> None:
         sample_time=0,
         engine=engine,
         cache=CacheStats(lookups=lookups),
-        rates=Rates(finished_per_s=2.5, failed_per_s=0.5),
+        rates=SampleRates(finished_per_s=2.5, failed_per_s=0.5),
     )
     report = report_of(snapshot)
     assert (report.application_utilization, report.mem_utilization) == (1.5, 0.75)
@@ -358,7 +358,7 @@ async def test_rates_are_of_the_last_interval() -> None:
         served.clock.now += 2
         served.engine.stats = EngineStats(finished_total=15, failed_total=2)
         await served.server.poller.sample()
-        assert served.server.poller.latest.rates == Rates(2.5, 0.5)
+        assert served.server.poller.latest.rates == SampleRates(2.5, 0.5)
 
 
 async def test_a_silent_engine_leaves_the_last_counters_and_an_old_heartbeat() -> None:

@@ -9,8 +9,7 @@ import logging
 import urllib.parse
 
 import pytest
-from icehouse_server.bootstrap.status_page import check_status_page, open_status_page
-from icehouse_server.bootstrap.telemetry import TelemetryParts
+from icehouse_server.bootstrap.telemetry import TelemetryParts, check_status_page, open_status_page
 from icehouse_server.config import Config, load_config
 from icehouse_server.errors import ConfigError, Reason, StartError
 from icehouse_server.telemetry.prometheus import PrometheusMeter
