@@ -132,8 +132,8 @@ class PagedAttention(Protocol):
         ...
 
     def settle(self, pool: Pool) -> bool:
-        """Have done all writes that the host is to do. Return whether the pool's array stays where it is in
-        memory when it is written to, so that other threads may write into pages that nobody else has."""
+        """Have all that was asked for done, and return whether the pool's array stays where it is in memory
+        when it is written to: then other threads may write into pages that nobody else has."""
         ...
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:

@@ -45,7 +45,9 @@ class PagePlace:
     ) -> None:
         """`pages` are as many as these blocks take, and nobody else's."""
         pool = group.pool
-        own = pool.memory() if group.attention.settle(pool) else None
+        own = pool.memory()
+        if own is not None and not group.attention.settle(pool):
+            own = None
         self._shape: PoolShape = pool.shape
         self._names = names
         self._page_count = None if own is None else pool.page_count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import mlx.core as mx
 import numpy as np
@@ -228,6 +229,17 @@ def test_moves_pages(geometry: Geometry, emulation: Emulation) -> None:
     wanted[[9, 0, 6]] = numbers(content)
     assert np.array_equal(numbers(pool.array), wanted)
     assert np.array_equal(numbers(attention.read_pages(pool, ints([6, 9]))), wanted[[6, 9]])
+
+
+def test_what_was_asked_for_is_done_before_others_write_to_the_pool(emulation: Emulation) -> None:
+    """The last page of a row that ended is copied in the next pass: a reader would have been there before."""
+    attention, pool = PLAIN.attention(emulation), PLAIN.pool(4)
+    before, after = io.StringIO(), io.StringIO()
+    pool.order = pool.order + 0
+    mx.export_to_dot(before, pool.order)
+    assert attention.settle(pool)
+    mx.export_to_dot(after, pool.order)
+    assert ["shape=rectangle" in graph.getvalue() for graph in (before, after)] == [True, False]
 
 
 def test_a_pool_that_grew_is_another_array(emulation: Emulation) -> None:

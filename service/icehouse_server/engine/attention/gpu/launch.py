@@ -295,6 +295,9 @@ class GpuAttention:
         return keys, values
 
     def settle(self, pool: Pool) -> bool:
+        # Copies to and from pages that were freed since are behind the last pass, or wait for the next one.
+        mx.eval(pool.order)
+        mx.synchronize()
         return True
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
