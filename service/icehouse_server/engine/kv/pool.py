@@ -23,7 +23,6 @@ import numpy as np
 from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.port import Ints, PoolShape
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv_cache.regions import bytes_of
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -87,9 +86,11 @@ class PagePool:
             return None
         # On the host's own stream, where no pass is in flight that this would be waited for behind.
         with mx.stream(mx.cpu):
-            flat = self.array.reshape(-1).view(mx.uint8)
-        mx.eval(flat)
-        return np.frombuffer(bytes_of(flat), np.uint8)
+            known = self.array.view(mx.uint16) if self.shape.dtype.size == 2 else self.array  # to NumPy
+        mx.eval(known)
+        # Flat only here: an array of MLX has no dimension of 2 GiB.
+        held: Bytes = np.asarray(memoryview(known)).reshape(-1).view(np.uint8)  # type: ignore[arg-type]
+        return held
 
     def take(self, count: int) -> list[Page]:
         """Return pages that nobody has; what they hold is anything. The pool grows where it must."""

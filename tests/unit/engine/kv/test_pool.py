@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import queue
 import threading
@@ -32,6 +33,17 @@ def test_a_full_pool_that_is_all_kv_may_take_refuses_what_can_be_done_without() 
     del held
     assert len(pool.take_spare(20) or ()) == 20
     assert pool.array is array
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_memory_of_a_pool_of_more_than_2_gib_can_be_written(dtype: mx.Dtype) -> None:
+    """Of 3 GiB nothing but the last page is touched."""
+    shape = dataclasses.replace(SHAPE, page_token_count=8192, dtype=dtype)
+    pool = PagePool(shape, passes=PassClock(), size_bytes=3 << 30)
+    memory = pool.memory()
+    assert memory is not None and memory.nbytes == pool.page_count * shape.page_bytes > 1 << 31
+    memory[-shape.page_bytes :] = 0
+    assert not mx.any(pool.array[-1]).item()
 
 
 def test_a_row_that_was_let_in_has_its_pages_all_the_same() -> None:
