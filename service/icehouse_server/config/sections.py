@@ -51,11 +51,6 @@ class EngineConfig:
     decode_batch_limit: int = setting(
         0, "Maximum sequences that decode at once; 0 chooses by device.", maximum=4096
     )
-    lane_row_limit: int = setting(
-        0,
-        "Does nothing any more: all sequences share one forward pass. Still read, for older configurations.",
-        maximum=4096,
-    )
     attention: str = setting(
         "auto",
         "How sequences attend. auto: all together to KV in pages of one pool, where the model's KV can lie "
