@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.ids import DEFAULT_SCOPE
 from icehouse_server.domain.request import CacheUse
 
 from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, WINDOWS, SteppedServer, prompt
@@ -60,3 +61,21 @@ def test_the_head_of_what_was_read_stays_where_ram_has_not_room_for_all(tmp_path
         kept = sorted(node.start_token_index for node in served.cache.tree if node.ram)
         assert kept[0] == 0
         served.check()
+
+
+def test_others_go_for_what_was_read_a_block_a_token_and_not_before_the_first_one(tmp_path: Path) -> None:
+    """Each of them is copied to be written, and dropped where too many are."""
+    store(tmp_path)
+    with SteppedServer(tmp_path, ram_blocks=4) as served:
+        served.ask("others", prompt(4 * BLOCK, salt=1), max_output_tokens=1)
+        served.ask("one", TOKENS, max_output_tokens=1)
+        assert not read_in_ram(served)
+        assert served.ask("more", TOKENS, max_output_tokens=3).cache.ssd_token_count > 0
+        assert read_in_ram(served) == [0, BLOCK]
+        served.check()
+
+
+def read_in_ram(served: SteppedServer) -> list[int]:
+    """Return where blocks begin that are in RAM, but for the last one, which is computed again."""
+    chain = served.cache.known_chain(TOKENS[: 3 * BLOCK], DEFAULT_SCOPE)
+    return [node.start_token_index for node in chain if node.ram]

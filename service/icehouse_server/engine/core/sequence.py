@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadSequence
 
 import numpy as np
 
-from icehouse_server.domain.blocks import TokenKeys
+from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.events import CacheReport, FinishReason, Started, Usage
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.domain.request import (
@@ -88,6 +90,10 @@ class Sequence:
     """Hashes of the full blocks behind it, reused or computed."""
     shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
+    unkept: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    """What it read of blocks on SSD that RAM does not keep yet."""
     pooled: Vector | None = None
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0

@@ -273,6 +273,7 @@ class PrefixCache:
         self._store(
             sequence, node, {kind: region for kind, region in regions.items() if kind not in node.ram}
         )
+        self.tree.touch(list(self._known(sequence.chain)), now=self._clock.monotonic())
 
     def hand_over_spills(self, *, may_wait: bool) -> None:
         """Hand blocks to the storage thread whose copies are done; with `may_wait`, which no pass waits for,

@@ -196,6 +196,8 @@ class CacheController:
 
     def _capture(self, sequence: Sequence, reached: int) -> bool:
         """Keep the blocks that are complete, and a tail where one was asked for; return whether any was."""
+        if sequence.unkept and len(sequence.output_token_ids) > 1:  # its caller waits for the first one
+            self._promote_next(sequence)
         is_point = reached in sequence.capture_points
         if is_point:
             sequence.capture_points.remove(reached)
@@ -231,6 +233,7 @@ class CacheController:
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
         self.cache.held_by.pop(sequence.sequence_id, None)
+        sequence.unkept.clear()
         self._in_flight.forget(sequence)
 
     def yield_ram(
@@ -288,6 +291,7 @@ class CacheController:
         and it cannot be told which of them is why."""
         keys = sequence.keys(0, sequence.token_count)
         self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
+        sequence.unkept.clear()
 
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
         """Nothing is reused: account for what was tried, and start the chain anew."""
@@ -356,13 +360,23 @@ class CacheController:
         if restore.loaded is not None:
             self.cache.note_promoted(plan)
             if self.cache.may_write(sequence):
-                self._promote(restore)
+                self._keep_read(restore)
 
-    def _promote(self, restore: Restore) -> None:
-        """Have RAM keep what came from SSD, the next request will look there first; whoever waits for it is
-        ready."""
-        nodes = [node for node in restore.plan.nodes if node.hash in restore.read]
-        for node in reversed(nodes):  # so that the head of a chain stays longest
-            if self.cache.tree.get(node.hash) is node:
-                self.cache.promote(restore.sequence, node, restore.read[node.hash])
-        self._in_flight.complete([node.hash for node in nodes])
+    def _keep_read(self, restore: Restore) -> None:
+        """Have RAM keep what came from SSD, the next request will look there first: at once what others wait
+        for, and what there is space for. The rest, for which others must go, comes a block a token."""
+        sequence = restore.sequence
+        is_awaited = self._in_flight.has_followers(sequence)
+        for node in restore.plan.nodes:
+            regions = restore.read.get(node.hash)
+            if regions is not None:
+                sequence.unkept.append((node.hash, regions))
+        while sequence.unkept and (is_awaited or self.cache.ram.has_space(sequence.unkept[0][1])):
+            self._promote_next(sequence)
+
+    def _promote_next(self, sequence: Sequence) -> None:
+        name, regions = sequence.unkept.popleft()
+        node = self.cache.tree.get(name)
+        if node is not None:
+            self.cache.promote(sequence, node, regions)
+        self._in_flight.complete([name])

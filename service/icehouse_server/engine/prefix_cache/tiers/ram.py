@@ -50,6 +50,11 @@ class RamTier:
         ):
             self._tree.hold(node, regions, sizes)
 
+    def has_space(self, regions: Mapping[RegionKind, Region]) -> bool:
+        """Whether these can be held without another block having to go."""
+        size_bytes = sum(region.size_bytes for region in regions.values())
+        return self._tree.ram.used_bytes + size_bytes - self.leaving_bytes <= self.limit_bytes
+
     def note_use(self, nodes: Sequence[Node], *, now: float, request_id: RequestId) -> None:
         """Account for a chain that a prompt begins with: all of it stays longer, in both tiers."""
         self._tree.touch(nodes, now=now)
