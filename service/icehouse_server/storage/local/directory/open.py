@@ -171,7 +171,7 @@ def _load_manifest(
     try:
         manifest = Manifest.open(paths.manifest)
         try:
-            if not (check_pages and existed) or manifest.is_sound():
+            if not existed or manifest.is_sound(check_pages=check_pages):
                 has_blocks = bool(files.list(paths.blocks))
                 return manifest, *manifest.load(check_facts=check_pages), not existed and has_blocks
         except BaseException:

@@ -211,6 +211,8 @@ def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
 )
 @example(damage=[(0.0625, b"\x80")], is_noticed=False).via("found: SQLite's complaint was no UTF-8")
 @example(damage=[(0.59375, b"\0")], is_noticed=False).via("found: the checksum of a row")
+@example(damage=[(0.4993603899384334, b"\0")], is_noticed=True).via("found: a fingerprint in its index")
+@example(damage=[(0.4993603899384334, b"\0")], is_noticed=False).via("found: the same, trusted")
 def test_whatever_becomes_of_the_manifest_no_block_is_lost(tmp_path_factory, damage, is_noticed):
     """Bytes of it changed where they lie, with the mark of a clean shutdown or without."""
     place = Place(tmp_path_factory.mktemp("damaged") / "cache")
