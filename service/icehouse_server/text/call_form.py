@@ -13,8 +13,8 @@ from icehouse_server.domain.chat import CallPiece, Conversation, Piece, Tool
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.turn_form import offer
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
-from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.replies.reply_format import ReplyFormat
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 EXAMPLE_NAME = "qzcalledqz"
 """Stands for a tool's name in a call that the template writes."""
@@ -32,7 +32,7 @@ def call_form_of(conversation: Conversation, format: ReplyFormat, *, shown: str,
     what of a call the prompt has. Raises InvalidRequest where the model's notation is another.
     """
     begin, shown_end = _around_arguments(shown, format)
-    ends = (shown_end,) if format.call_end else _CLOSINGS
+    ends = (shown_end,) if format.family.call_end else _CLOSINGS
     end = next((end for end in ends if _reads(f"{begin}{_EXAMPLE_ARGUMENTS}{end}", format)), None)
     if end is None:
         raise _unsupported(conversation)
@@ -51,19 +51,23 @@ def call_form_of(conversation: Conversation, format: ReplyFormat, *, shown: str,
     if opening:
         return TaggedJson(tags, may_repeat, opening=opening)
     markers = tuple(filter(None, (format.think_start, format.think_end)))
-    return TaggedJson(tags, may_repeat, trigger=format.call_start, markers=markers)
+    return TaggedJson(tags, may_repeat, trigger=format.family.call_start, markers=markers)
 
 
 def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
     """Return the text of a call before its arguments and behind them; empty where there is none."""
     name_start = shown.rfind(EXAMPLE_NAME)
-    start = shown.rfind(format.call_start, 0, max(0, name_start))
+    start = shown.rfind(format.family.call_start, 0, max(0, name_start))
     arguments_start = shown.find("{}", name_start)
-    if not format.call_start or min(name_start, start, arguments_start) < 0:
+    if not format.family.call_start or min(name_start, start, arguments_start) < 0:
         return "", ""
     rest = shown[arguments_start + len("{}") :]
-    end = rest[: rest.find(format.call_end)] + format.call_end if format.call_end in rest else ""
-    return shown[start:arguments_start], end if format.call_end else ""
+    end = (
+        rest[: rest.find(format.family.call_end)] + format.family.call_end
+        if format.family.call_end in rest
+        else ""
+    )
+    return shown[start:arguments_start], end if format.family.call_end else ""
 
 
 def _reads(example: str, format: ReplyFormat) -> bool:

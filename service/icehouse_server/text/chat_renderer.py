@@ -21,7 +21,7 @@ from icehouse_server.text.call_form import call_form_of
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.replies.reply_format import ReplyFormat
 
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""
@@ -31,7 +31,7 @@ _ARGUMENT, _ID = "qzargumentqz", "000000000"
 
 def _example_call(format: ReplyFormat, arguments_json: str) -> ChatMessage:
     """Return a call for the template to write; its name and arguments stand for those of the tools."""
-    own_id = format.id_form.format(name=_NAME, index=0) or _ID
+    own_id = format.family.id_form.format(name=_NAME, index=0) or _ID
     return ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
 
 
@@ -134,7 +134,7 @@ class ChatRenderer:
         Most templates go on from `base`; one that writes the past anew when it grows cannot, and then
         the call goes behind the usual prompt, `begun`.
         """
-        start = self.format.call_start
+        start = self.format.family.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
             text = self._called(conversation, arguments)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
-from icehouse_server.text.replies.reader import ReasoningSpans
+from icehouse_server.text.replies.reply_calls import ReplyCalls
+from icehouse_server.text.replies.reply_format import ReplyFormat
+from icehouse_server.text.values.text_source import TextSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,3 +80,37 @@ class ReasoningMeter:
         judged = [place for place in self._waiting if place < end]
         self._waiting = [place for place in self._waiting if place >= end]
         self._counted += sum(any(place in span for span in reasoned) for place in judged)
+
+
+class ReasoningSpans:
+    """Where an output thinks: follows it as ReplySplitter does, and checks no calls."""
+
+    def __init__(self, *, format: ReplyFormat, reads_calls: bool, opening: str, is_reasoning: bool) -> None:
+        self._source = TextSource()
+        self.calls = ReplyCalls(self._source) if reads_calls else None
+        self.is_reasoning = is_reasoning
+        """Whether what comes next is thought, as far as the text tells."""
+        self._spans: list[range] = []
+        self._reading = format.layout.read(self._source, self)
+        self.push(opening)
+
+    @property
+    def certain_length(self) -> int:
+        """Characters of which it is known what they are."""
+        return self._source.read_length
+
+    def push(self, text: str) -> list[range]:
+        """Add text; return the places of the thoughts that became certain."""
+        if text:
+            self._source.push(text)
+            next(self._reading, None)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def say(self, text: str) -> None:
+        """Pass over text."""
+
+    def think(self, text: str) -> None:
+        """Note where a thought stands: its text was read last."""
+        end = self._source.read_length
+        self._spans.append(range(end - len(text), end))

@@ -24,8 +24,8 @@ from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
-from icehouse_server.text.replies.reader import ReplySplitter
 from icehouse_server.text.replies.recognition import Vocabulary, find_reply_format
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from icehouse_server.text.replies.reader import ReasoningSpans
+from icehouse_server.text.reasoning import ReasoningSpans
 
 from tests.fixtures.chat.notations import WRITERS
 from tests.fixtures.chat.reply_pieces import cut_at, events, in_pieces, read

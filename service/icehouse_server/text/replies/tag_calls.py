@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
-from icehouse_server.text.replies.core.calls import Calls
-from icehouse_server.text.values.schema_walk import Argument
-from icehouse_server.text.values.source import Malformed, Reading, Source
+from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.reply_calls import ReplyCalls
+from icehouse_server.text.values.arguments import Argument
+from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
 _GAP = r"\s{0,200}"
 _TEXT_TYPES = frozenset({"string", "true"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TagCalls:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TagCalls(Notation):
     """The notation, by its tags. Patterns are of the package `regex`, and bound what repeats in them."""
 
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
     call_open: str
     """A pattern with a group `name`."""
     call_close: str
@@ -49,23 +48,18 @@ class TagCalls:
     has_cdata: bool = False
     """Values with markup in them stand in <![CDATA[…]]>."""
 
-    def begins(self, source: Source, calls: Calls) -> Reading[bool]:
-        yield from ()
-        return False
-
     @property
     def wary_starts(self) -> tuple[str, ...]:
         return self.starts if self.begins_with_call else ()
 
-    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
+    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         begun = marker if self.begins_with_call else ""
         source.give_back(begun)
         match = yield from source.ahead(_patterns(self).call_open)
         source.take(len(begun))
         return match is not None
 
-    def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
-        """Read what follows the start."""
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         if self.begins_with_call:
             source.give_back(marker)
         count = 0
@@ -82,16 +76,15 @@ class TagCalls:
                     if not count:
                         calls.end(problem="there is no call in it")
                     return
-                has_ended = not (yield from source.peek())
-                if count and has_ended:
+                if count and not (yield from source.peek()):
                     return
-                raise Malformed("the output ended inside it" if has_ended else "it names no tool")
+                raise (yield from source.failure("it names no tool"))
             calls.start()
             source.take(opening.end())
             yield from self._call(source, calls, opening["name"].strip())
             count += 1
 
-    def _call(self, source: Source, calls: Calls, name: str) -> Reading[None]:
+    def _call(self, source: TextSource, calls: ReplyCalls, name: str) -> Reading[None]:
         """Read the arguments and the end of a call."""
         arguments: list[Argument] = []
         while True:
@@ -104,15 +97,13 @@ class TagCalls:
                 arguments.append(Argument(opening["name"].strip(), self._bare(text), is_text))
                 continue
             yield from source.space()
-            is_over = (
-                (yield from source.accepts(self.call_close))
-                if self.call_close
-                else (yield from source.sees(*self.ends))
-            )
+            if self.call_close:
+                is_over = yield from source.accepts(self.call_close)
+            else:
+                is_over = yield from source.sees(*self.ends)
             if is_over:
                 break
-            has_ended = not (yield from source.peek())
-            raise Malformed("the output ended inside it" if has_ended else "its tags do not balance")
+            raise (yield from source.failure("its tags do not balance"))
         is_odd = self.is_foreign
         if self.call_close and self.ends:
             yield from source.space()
@@ -127,7 +118,7 @@ class TagCalls:
             text = text.removeprefix("\n").removesuffix("\n")
         return text
 
-    def _value(self, source: Source, calls: Calls, tool: str) -> Reading[str]:
+    def _value(self, source: TextSource, calls: ReplyCalls, tool: str) -> Reading[str]:
         """Read a value and its closing tag."""
         value = _Value()
         call_ends = self.ends or (self.call_close,)
@@ -142,10 +133,10 @@ class TagCalls:
                 value.note_call(begins=False)
             elif tag == self.argument_close:
                 follows = yield from self._follows(source)
-                if follows and not value.depth and not follows.is_loose:
+                if follows == "structure" and not value.depth:
                     return value.balanced()
                 if follows:
-                    value.note_end(is_balanced=not value.depth)
+                    value.note_end()
                 value.depth = max(0, value.depth - 1)
             else:
                 value.depth += 1
@@ -153,7 +144,7 @@ class TagCalls:
                 value.is_odd = value.is_odd or calls.declares(tool, name)
             value.add(tag)
 
-    def _name_of(self, source: Source, value: _Value, tag: str) -> Reading[str]:
+    def _name_of(self, source: TextSource, value: _Value, tag: str) -> Reading[str]:
         """Return the name of the argument that a tag inside a value opens, "" for none."""
         if self.argument_open.endswith(tag):
             found = _patterns(self).named_before.search(value.tail + tag)
@@ -161,21 +152,14 @@ class TagCalls:
             found = yield from source.ahead(_patterns(self).tag_name)
         return "" if found is None else str(found["name"]).strip()
 
-    def _follows(self, source: Source) -> Reading[_Follows | None]:
-        """Tell what kind of structure follows a closing tag; None for none."""
+    def _follows(self, source: TextSource) -> Reading[Literal["", "structure", "end of a call"]]:
+        """Tell what follows a closing tag: structure and nothing else, or the end of a call before a text."""
         patterns = _patterns(self)
         match = yield from source.ahead(patterns.strict)
         # Whether the output was cut off is known only now, where its end was waited for.
         if match is not None and (not source.is_cut or patterns.cut.match(source.rest) is not None):
-            return _Follows(is_loose=False)
-        if (yield from source.ahead(patterns.loose)) is not None:
-            return _Follows(is_loose=True)
-        return None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Follows:
-    is_loose: bool
+            return "structure"
+        return "end of a call" if (yield from source.ahead(patterns.loose)) is not None else ""
 
 
 _TAIL_LENGTH = 500
@@ -220,12 +204,12 @@ class _Value:
             raise Malformed("an argument could end in several places")
         return self.text
 
-    def note_end(self, *, is_balanced: bool) -> None:
+    def note_end(self) -> None:
         """Note that the value could end before what comes next."""
-        end = _PossibleEnd(self._length, is_balanced, self._call_count, self._open_call_count)
+        end = _PossibleEnd(self._length, not self.depth, self._call_count, self._open_call_count)
         self._ends.append(end)
 
-    def decided(self, source: Source, closing: str) -> str:
+    def decided(self, source: TextSource, closing: str) -> str:
         """Return the value once the output has ended, and give back what is behind it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")

@@ -9,50 +9,62 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece
-from icehouse_server.text.values.json_text import strict
-from icehouse_server.text.values.schema_walk import Argument, ArgumentsWalk, as_object, schema_of
-from icehouse_server.text.values.source import Source
-from icehouse_server.text.values.validation import TooCostly
+from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly, as_object
+from icehouse_server.text.values.literals import strict
+from icehouse_server.text.values.text_source import TextSource
 
 SECTION_LENGTH_LIMIT = 1 << 18
 """Characters of one section of calls: what is read is kept until the section ends."""
 
 
-class Calls(Protocol):
-    """What a notation tells of the calls that it reads, in the order of their text."""
+class ReplyCalls:
+    """What a notation tells of the calls that it reads, in the order of their text.
+
+    This one keeps nothing: it is for those who want to know only where calls end.
+    """
+
+    good_count = 0
+    """Calls that count."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+
+    def begin_section(self, marker: str) -> None:
+        """Keep the text from here on, behind what was read already."""
+        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
+
+    def end_section(self, *, problem: str = "") -> bool:
+        """End it; return whether all of it could be read."""
+        self._source.stop_recording()
+        return not problem
 
     def offers(self, name: str) -> bool:
         """Whether a tool of this name may be called."""
-        ...
+        return True
 
     def declares(self, tool: str, argument: str) -> bool:
         """Whether the tool may have an argument of this name."""
-        ...
+        return False
 
     def start(self) -> None:
         """A call begins here."""
-        ...
 
     def name(self, name: str, own_id: str = "") -> None:
         """The call's tool is known; its arguments follow as JSON."""
-        ...
 
     def argue(self, text: str) -> None:
         """Text of the arguments, which are one JSON object."""
-        ...
 
     def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
         """The call is complete; or it is none, for a reason that its text does not break off at."""
-        ...
 
     def whole(
         self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
         """A call whose arguments have no types in its text: as `name`, `argue` and `end`."""
-        ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,20 +77,20 @@ class _OpenCall:
     problem: str = ""
 
 
-class CheckedCalls:
+class CheckedCalls(ReplyCalls):
     """The calls of one output. `tell` takes the pieces, in order."""
 
     def __init__(
         self,
         *,
-        source: Source,
+        source: TextSource,
         tools: Sequence[Mapping[str, Any]],
         make_id: Callable[[int], str],
         tell: Callable[[Piece], None],
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._tools = {tool["function"]["name"]: tool for tool in tools}
-        self._walks: dict[str, ArgumentsWalk] = {}
+        self._schemas: dict[str, ArgumentsSchema] = {}
         self._make_id = make_id
         self._tell = tell
         self._next_index = 0
@@ -87,15 +99,12 @@ class CheckedCalls:
         """Why what was read since the last good call is none."""
         self._ids: set[str] = set()
         self.good_count = 0
-        """Calls that count."""
 
     def begin_section(self, marker: str) -> None:
-        """Keep the text from here on, behind what was read already."""
-        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
+        super().begin_section(marker)
         self._problem = ""
 
     def end_section(self, *, problem: str = "") -> bool:
-        """End it; return whether all of it could be read."""
         if problem:
             self._withdraw()
             self._problem = self._problem or problem
@@ -108,7 +117,7 @@ class CheckedCalls:
         return name in self._tools
 
     def declares(self, tool: str, argument: str) -> bool:
-        return tool in self._tools and self._walk(tool).declares(argument)
+        return tool in self._tools and self._schema(tool).declares(argument)
 
     def start(self) -> None:
         self._tell_malformed()
@@ -156,7 +165,7 @@ class CheckedCalls:
                 for argument in arguments:
                     if argument.name in texts:
                         problem = f"it has the argument {argument.name[:64]!r} twice"
-                    read = self._walk(name).read(argument, is_python=is_python)
+                    read = self._schema(name).read(argument, is_python=is_python)
                     texts[argument.name] = read.json_text
                     is_repaired = is_repaired or read.is_repaired
             except TooCostly as error:
@@ -174,16 +183,16 @@ class CheckedCalls:
             value = strict("".join(call.arguments))
             if not isinstance(value, dict):
                 return "its arguments are no JSON object"
-            return self._walk(call.name).check.problem(value)
+            return self._schema(call.name).problem(value)
         except TooCostly as error:
             return str(error)
         except ValueError:
             return "its arguments are no JSON, or nested too deep"
 
-    def _walk(self, name: str) -> ArgumentsWalk:
-        if name not in self._walks:
-            self._walks[name] = ArgumentsWalk(schema_of(self._tools[name]))
-        return self._walks[name]
+    def _schema(self, name: str) -> ArgumentsSchema:
+        if name not in self._schemas:
+            self._schemas[name] = ArgumentsSchema(self._tools[name]["function"].get("parameters"))
+        return self._schemas[name]
 
     def _withdraw(self) -> None:
         """Take back what was told of the open call."""
@@ -196,45 +205,6 @@ class CheckedCalls:
         if self._problem:
             self._tell(MalformedPiece(self._source.recorded(), self._problem))
         self._problem = ""
-
-
-class UncheckedCalls:
-    """Calls that nobody wants to hear of: where what matters is where they end."""
-
-    good_count = 0
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def begin_section(self, marker: str) -> None:
-        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
-
-    def end_section(self, *, problem: str = "") -> bool:
-        self._source.stop_recording()
-        return not problem
-
-    def offers(self, name: str) -> bool:
-        return True
-
-    def declares(self, tool: str, argument: str) -> bool:
-        return False
-
-    def start(self) -> None:
-        pass
-
-    def name(self, name: str, own_id: str = "") -> None:
-        pass
-
-    def argue(self, text: str) -> None:
-        pass
-
-    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
-        pass
-
-    def whole(
-        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
-    ) -> None:
-        pass
 
 
 def _sendable(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Channel reply: the layout of models that write messages with a header each, which says to whom it is.
+"""Layouts of replies: what of a reply is thought, said and called.
 
-gpt-oss (harmony) thinks on one channel, answers on another and calls by naming a recipient; Functionary and
-Muse Spark name recipients as well.
+Most models write text with thoughts and calls between markers. Others write messages, each with a header that
+says to whom it is: gpt-oss (harmony) thinks on one channel, answers on another and calls by naming a
+recipient; Functionary and Muse Spark name recipients as well.
 """
 
 from __future__ import annotations
@@ -9,17 +10,102 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from icehouse_server.text.replies.core.marked_reply import read_section
-from icehouse_server.text.replies.core.reply_format import Notation, Section, Sink
-from icehouse_server.text.values.json_text import JsonText
-from icehouse_server.text.values.source import Malformed, Reading, Source, TooLong
+from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.reply_calls import ReplyCalls
+from icehouse_server.text.values.literals import JsonText
+from icehouse_server.text.values.text_source import SPACE, Malformed, Reading, TextSource, TooLong
+
+
+class Sink(Protocol):
+    """What a layout tells of a reply."""
+
+    is_reasoning: bool
+    """Whether what comes next is thought; the layout keeps it."""
+
+    @property
+    def calls(self) -> ReplyCalls | None:
+        """Takes the calls; None where they are text."""
+        ...
+
+    def say(self, text: str) -> None: ...
+    def think(self, text: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MarkedReply:
+    """Text with thoughts and calls between markers."""
+
+    think_start: str = ""
+    think_end: str = ""
+    notation: Notation | None = None
+    dropped: tuple[str, ...] = ()
+    """Markers around what is said, which nobody wants to see."""
+
+    @property
+    def markers(self) -> Sequence[str]:
+        """Texts that tell parts apart, those of calls left out."""
+        return [marker for marker in (self.think_start, self.think_end, *self.dropped) if marker]
+
+    def opening(self, prompt: str) -> str:
+        """Return what of the reply's structure a prompt ends with, for the reader to begin with."""
+        return ""
+
+    def read(self, source: TextSource, sink: Sink) -> Reading[None]:
+        """Read a reply to its end."""
+        calls, notation = sink.calls, self.notation
+        starts = () if calls is None or notation is None else notation.starts
+        said = tuple(marker for marker in (self.think_start, *self.dropped, *starts) if marker)
+        thought = tuple(marker for marker in (self.think_end, *starts) if marker)
+        has_spoken = False
+
+        def say(text: str) -> None:
+            nonlocal has_spoken
+            has_spoken = has_spoken or bool(text.strip(SPACE))
+            sink.say(text)
+
+        while True:
+            is_silent = not (has_spoken or sink.is_reasoning)
+            if (
+                is_silent
+                and calls is not None
+                and notation is not None
+                and (yield from notation.begins(source, calls))
+            ):
+                yield from self._section(source, sink, "")
+                has_spoken = True
+                continue
+            if sink.is_reasoning:
+                marker = yield from source.until(thought, sink.think)
+            else:
+                marker = yield from source.until(said, say)
+            if not marker:
+                return
+            if marker in starts:
+                yield from self._section(source, sink, marker)
+                has_spoken = has_spoken or not sink.is_reasoning
+            elif marker not in self.dropped:
+                sink.is_reasoning = marker == self.think_start
+
+    def _section(self, source: TextSource, sink: Sink, marker: str) -> Reading[None]:
+        """Read calls, and what of them is none. A call ends the thoughts; what they say of a marker does
+        not."""
+        calls, notation = sink.calls, self.notation
+        assert calls is not None and notation is not None
+        was_reasoning = sink.is_reasoning
+        is_wary = was_reasoning or marker in notation.wary_starts
+        if is_wary and not (yield from notation.continues(source, calls, marker)):
+            (sink.think if was_reasoning else sink.say)(marker)
+            return
+        sink.is_reasoning = False
+        is_good = yield from read_section(source, calls, notation, marker)
+        sink.is_reasoning = was_reasoning and not is_good
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChannelReply:
-    """The layout, by its markers. Patterns are of the package `regex` and bound what repeats in them."""
+    """Messages with headers. Patterns are of the package `regex` and bound what repeats in them."""
 
     header: Any
     """A whole header. Where none is, what follows is said, as if it had one."""
@@ -49,7 +135,7 @@ class ChannelReply:
             return ""
         return str(match[0])
 
-    def read(self, source: Source, sink: Sink) -> Reading[None]:
+    def read(self, source: TextSource, sink: Sink) -> Reading[None]:
         """Read a reply to its end."""
         while True:
             header = yield from self._header(source, sink)
@@ -71,7 +157,7 @@ class ChannelReply:
             if ending in self.header_starts:
                 source.give_back(ending)
 
-    def _header(self, source: Source, sink: Sink) -> Reading[str | None]:
+    def _header(self, source: TextSource, sink: Sink) -> Reading[str | None]:
         """Return the header that comes next, "" where text does, None where nothing comes any more."""
         match = yield from source.ahead(self.header)
         if match is not None:
@@ -84,7 +170,7 @@ class ChannelReply:
             source.take(len(source.rest))
         return "" if (yield from source.peek()) else None
 
-    def _message(self, source: Source, sink: Sink) -> Reading[str]:
+    def _message(self, source: TextSource, sink: Sink) -> Reading[str]:
         """Read what is thought or said; return what ended it."""
         sections = () if self.notation is None or sink.calls is None else self.notation.starts
         tell = sink.think if sink.is_reasoning else sink.say
@@ -105,7 +191,7 @@ class ChannelReply:
             else:
                 return marker
 
-    def _call(self, source: Source, calls: Section, header: str, name: str) -> Reading[str]:
+    def _call(self, source: TextSource, calls: ReplyCalls, header: str, name: str) -> Reading[str]:
         """Read the arguments of a call; return what ended them."""
         ends = (*self.message_ends, *self.header_starts)
         ending = ""
@@ -134,3 +220,17 @@ class ChannelReply:
                     ending = yield from source.until(ends, lambda _: None)
             calls.end_section(problem=str(error))
         return ending
+
+
+def read_section(source: TextSource, calls: ReplyCalls, notation: Notation, marker: str) -> Reading[bool]:
+    """Read one section of calls to its end, whatever it is; return whether it could be read."""
+    calls.begin_section(marker)
+    try:
+        yield from notation.read(source, calls, marker)
+    except Malformed as error:
+        problem = str(error)
+        if notation.ends and not isinstance(error, TooLong):
+            with contextlib.suppress(TooLong):
+                yield from source.until(notation.ends, lambda _: None)
+        return calls.end_section(problem=problem)
+    return calls.end_section()

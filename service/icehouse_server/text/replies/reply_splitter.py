@@ -1,4 +1,4 @@
-"""Reader of replies: what the model says, thinks and calls, apart. On the rpc thread, one for each output.
+"""Reply splitter: what the model says, thinks and calls, apart. On the rpc thread, one for each output.
 
 The pieces do not depend on how the text was cut: neighbours of one kind, joined, are always the same. Calls
 whose arguments are JSON on the wire are told as they are written, others at their end.
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import CallPiece, Piece, ReasoningPiece, TextPiece
-from icehouse_server.text.replies.core.calls import CheckedCalls, UncheckedCalls
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
-from icehouse_server.text.values.source import Reading, Source
+from icehouse_server.text.replies.reply_calls import CheckedCalls
+from icehouse_server.text.replies.reply_format import ReplyFormat
+from icehouse_server.text.values.text_source import TextSource
 
 
 class ReplySplitter:
@@ -28,14 +28,14 @@ class ReplySplitter:
         opening: str = "",
         is_reasoning: bool = False,
     ) -> None:
-        self._source = Source()
+        self._source = TextSource()
         self._pieces: list[Piece] = []
         self._calls = CheckedCalls(
             source=self._source, tools=tools, make_id=make_call_id, tell=self._pieces.append
         )
         self.calls = self._calls if tools else None
         self.is_reasoning = is_reasoning
-        self._reading = _Running(format.layout.read(self._source, self))
+        self._reading = format.layout.read(self._source, self)
         self._feed(opening)
         # Pieces of the text that the prompt ended with are told with the first that follow.
 
@@ -58,7 +58,7 @@ class ReplySplitter:
         """End the output: whatever was held back is what it seemed to be. `is_cut` where it ends at a limit,
         and the model would have gone on."""
         self._source.end(is_cut=is_cut)
-        self._reading.go_on()
+        next(self._reading, None)
         return self._told()
 
     def say(self, text: str) -> None:
@@ -72,7 +72,7 @@ class ReplySplitter:
     def _feed(self, text: str) -> None:
         if text:
             self._source.push(text)
-            self._reading.go_on()
+            next(self._reading, None)
 
     def _told(self) -> list[Piece]:
         told: list[Piece] = []
@@ -96,52 +96,3 @@ def _joined(first: Piece, second: Piece) -> Piece | None:
             arguments = first.arguments_json + second.arguments_json
             return dataclasses.replace(first, arguments_json=arguments)
     return None
-
-
-class ReasoningSpans:
-    """Where an output thinks: follows it as ReplySplitter does, and checks no calls."""
-
-    def __init__(self, *, format: ReplyFormat, reads_calls: bool, opening: str, is_reasoning: bool) -> None:
-        self._source = Source()
-        self.calls = UncheckedCalls(self._source) if reads_calls else None
-        self.is_reasoning = is_reasoning
-        """Whether what comes next is thought, as far as the text tells."""
-        self._spans: list[range] = []
-        self._reading = _Running(format.layout.read(self._source, self))
-        self.push(opening)
-
-    @property
-    def certain_length(self) -> int:
-        """Characters of which it is known what they are."""
-        return self._source.read_length
-
-    def push(self, text: str) -> list[range]:
-        """Add text; return the places of the thoughts that became certain."""
-        if text:
-            self._source.push(text)
-            self._reading.go_on()
-        spans, self._spans = self._spans, []
-        return spans
-
-    def say(self, text: str) -> None:
-        """Pass over text."""
-
-    def think(self, text: str) -> None:
-        """Note where a thought stands: its text was read last."""
-        end = self._source.read_length
-        self._spans.append(range(end - len(text), end))
-
-
-class _Running:
-    """A reading that goes on with each piece of text."""
-
-    def __init__(self, reading: Reading[None]) -> None:
-        self._reading = reading
-        self._is_over = False
-
-    def go_on(self) -> None:
-        if not self._is_over:
-            try:
-                next(self._reading)
-            except StopIteration:
-                self._is_over = True

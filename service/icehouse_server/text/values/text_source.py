@@ -1,4 +1,4 @@
-"""Source: a text that comes in pieces, for readers that wait for more where a piece ends too early.
+"""Text source: a text that comes in pieces, for readers that wait for more where a piece ends too early.
 
 A reader is a generator that yields when it needs more text. What it decides depends on the text alone and
 never on how it was cut: no primitive here looks at what has come so far without asking for the rest first.
@@ -18,10 +18,10 @@ _GIVEN_BACK_LIMIT = 1 << 20
 """Characters that are read a second time, of one text."""
 
 SPACE = " \t\r\n"
-_SPACES = re.compile(r"[ \t\r\n]*")
+SPACES = re.compile(r"[ \t\r\n]*")
 
 
-class Source:
+class TextSource:
     """A text of which a part was read. `push` adds to it; readers consume it through the generators."""
 
     def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
@@ -107,18 +107,15 @@ class Source:
             yield
         return self.rest[:1]
 
+    def failure(self, why: str) -> Reading[Malformed]:
+        """Return what to raise where the text cannot go on: it ended, or `why`."""
+        return Malformed(why if (yield from self.peek()) else "the output ended inside it")
+
     def space(self) -> Reading[str]:
         """Read white space; return it."""
-        found = ""
-        while True:
-            match = _SPACES.match(self.rest)
-            assert match is not None
-            if match.end():
-                found += self._take_some(match.end())
-                continue
-            if self.rest or self.has_ended:
-                return found
-            yield
+        found: list[str] = []
+        yield from self.run(SPACES, found.append)
+        return "".join(found)
 
     def run(self, pattern: re.Pattern[str], tell: Callable[[str], None]) -> Reading[None]:
         """Read as long as `pattern`, which matches single characters any number of times, goes on."""

@@ -6,7 +6,7 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.text.values.source import Malformed, Reading, Source, TooLong, read_whole
+from icehouse_server.text.values.text_source import Malformed, Reading, TextSource, TooLong, read_whole
 
 from tests.fixtures.chat.reply_pieces import cut_at
 
@@ -16,7 +16,7 @@ TEXTS = st.lists(st.sampled_from(["<a", ">", "b", "<", "ab>", "x"]), max_size=12
 
 def split(pieces: list[str]) -> list[tuple[str, str]]:
     """Return what stands before each marker, and the marker."""
-    source = Source()
+    source = TextSource()
     found: list[tuple[str, str]] = []
 
     def reading() -> Reading[None]:
@@ -51,7 +51,7 @@ def test_the_first_marker_counts_and_the_longest_of_one_place(text: str, places:
 
 
 def test_what_may_become_a_marker_is_held_back_and_nothing_else() -> None:
-    source = Source()
+    source = TextSource()
     told: list[str] = []
     running = source.until(("<think>",), told.append)
     for piece, known in (("a<", "a"), ("th", "a"), ("x<", "a<thx"), ("<think", "a<thx<")):
@@ -62,7 +62,7 @@ def test_what_may_become_a_marker_is_held_back_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_a_record_is_bounded_at_the_same_character_for_any_pieces(size: int) -> None:
-    source = Source()
+    source = TextSource()
     source.record("<", limit=10)
     running = source.until(("!",), lambda _: None)
     with pytest.raises(TooLong):
@@ -73,7 +73,7 @@ def test_a_record_is_bounded_at_the_same_character_for_any_pieces(size: int) -> 
 
 
 def test_what_was_read_can_be_given_back() -> None:
-    source = Source("abc", has_ended=True)
+    source = TextSource("abc", has_ended=True)
     source.record("", limit=10)
     assert source.take(2) == "ab"
     source.give_back("b")
@@ -82,7 +82,7 @@ def test_what_was_read_can_be_given_back() -> None:
 
 def test_a_pattern_waits_until_more_text_could_change_nothing() -> None:
     pattern = regex.compile(r"a{1,9}(?=b)")
-    source = Source()
+    source = TextSource()
     running = source.ahead(pattern)
     for piece in ("a", "aa"):
         source.push(piece)
@@ -95,7 +95,7 @@ def test_a_pattern_waits_until_more_text_could_change_nothing() -> None:
 
 def test_a_reader_that_wants_more_than_there_is_says_so() -> None:
     def reading() -> Reading[str]:
-        source = Source("", has_ended=True)
+        source = TextSource("", has_ended=True)
         if not (yield from source.peek()):
             raise Malformed("it ended")
         return "never"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.text.values.json_text import JsonText, strict, tolerant
-from icehouse_server.text.values.source import Malformed, Source
+from icehouse_server.text.values.literals import JsonText, ReadValue, strict, tolerant
+from icehouse_server.text.values.text_source import Malformed, TextSource
 
 VALUES = st.recursive(
     st.one_of(
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 
 def told_in_pieces(text: str, size: int) -> list[str]:
     """Return what is told with each piece."""
-    source = Source()
+    source = TextSource()
     told: list[str] = []
     reading = JsonText(source).value(told.append)
     counts = []
@@ -38,7 +38,7 @@ def told_in_pieces(text: str, size: int) -> list[str]:
 @given(value=VALUES, indent=st.sampled_from([None, 0, 2]), size=st.integers(1, 9))
 def test_what_is_valid_comes_out_as_it_is(value: Any, indent: int | None, size: int) -> None:
     text = json.dumps(value, indent=indent)
-    assert tolerant(text) == (text, False)
+    assert tolerant(text) == ReadValue(text)
     told = told_in_pieces(text, size)
     assert told[-1] == text and all(text.startswith(part) for part in told)
 
@@ -57,13 +57,13 @@ def test_it_is_told_as_it_comes() -> None:
     ],
 )
 def test_what_is_unambiguous_is_repaired(text: str, expected: str) -> None:
-    assert tolerant(text) == (expected, True)
+    assert tolerant(text) == ReadValue(expected, is_repaired=True)
     for size in (1, 2, 3):
         assert told_in_pieces(text, size)[-1] == expected
 
 
 def test_brackets_are_closed_where_the_end_follows() -> None:
-    source = Source('{"a": [1, {"b": "c"</end>', has_ended=True)
+    source = TextSource('{"a": [1, {"b": "c"</end>', has_ended=True)
     told: list[str] = []
     reader = JsonText(source, ("</end>",))
     list(reader.value(told.append))
@@ -82,7 +82,7 @@ def test_anything_else_is_malformed(text: str) -> None:
 
 
 def test_pythons_words_are_read_where_they_are_written() -> None:
-    assert tolerant('{"a": True, "b": None}', is_python=True) == ('{"a": true, "b": null}', False)
+    assert tolerant('{"a": True, "b": None}', is_python=True) == ReadValue('{"a": true, "b": null}')
 
 
 def test_strict_takes_json_alone() -> None:

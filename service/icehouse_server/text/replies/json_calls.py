@@ -1,14 +1,22 @@
-"""Calls as JSON: objects with a name and arguments, alone, in a row or in a list, between markers or bare."""
+"""Calls as JSON: objects with a name and arguments, or a name and then the arguments.
+
+Objects stand alone, in a row or in a list, between markers or bare. Names stand before their arguments with
+markers around the parts, as `name[ARGS]{…}` and the like.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
+from typing import Any, ClassVar
 
 import regex
 
-from icehouse_server.text.replies.core.calls import Calls, decoded
-from icehouse_server.text.values.json_text import JsonText, strict, tolerant
-from icehouse_server.text.values.source import Malformed, Reading, Source
+from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.reply_calls import ReplyCalls, decoded
+from icehouse_server.text.values.literals import JsonText, strict, tolerant
+from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
 _NAMES = frozenset({"name", "tool_name", "function_name", "tool"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args"})
@@ -16,25 +24,23 @@ _IDS = frozenset({"id", "tool_call_id", "call_id"})
 _EMPTY = frozenset({"type", "index"})
 """Keys that say nothing of the call."""
 _FENCE = regex.compile(r"```[A-Za-z]{0,20}\s{0,20}")
+_SPACED_FENCE = regex.compile(r"\s{0,20}```[A-Za-z]{0,20}\s{0,20}")
+_MORE = regex.compile(r"\s{0,200}(?:[,;]\s{0,99})?\{|\s{0,99}```")
+"""What follows a call where nothing ends the section and more of them come."""
 _BEGUN = regex.compile(r"\s{0,200}(?:```[a-z]{0,9}\s{0,9})?(?:\[\s{0,200})?\{")
 _BARE = regex.compile(
     r'\s{0,200}(?:```[a-z]{0,9}\s{0,9})?\[?\s{0,200}\{\s{0,200}(?:"type"\s{0,9}:\s{0,9}"function"\s{0,9},\s{0,99})?'
-    r'"(?:name|tool_name|function_name)"\s{0,9}:\s{0,9}"([^"\\]{1,200})"'
+    r'"(?:name|tool_name|function_name)"\s{0,9}:\s{0,9}"(?P<name>[^"\\]{1,200})"'
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JsonCalls:
-    """The notation, by its markers and keys."""
+class JsonCalls(Notation):
+    """Objects with a name and arguments, by their keys."""
 
-    starts: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
+    bare: ClassVar[Any] = _BARE
     arguments_key: str = "arguments"
     """The key that the family writes; others are understood as well."""
-    is_bare: bool = False
-    """A reply may begin with calls and no marker."""
-    is_fenced: bool = False
-    """The family writes a code fence around them."""
     is_list: bool = False
     """The family writes them as a list."""
     is_foreign: bool = False
@@ -44,21 +50,10 @@ class JsonCalls:
     has_late_id: bool = False
     """Ids come behind the arguments, which wait for them."""
 
-    def begins(self, source: Source, calls: Calls) -> Reading[bool]:
-        if not self.is_bare:
-            return False
-        match = yield from source.ahead(_BARE)
-        return match is not None and calls.offers(match[1])
-
-    @property
-    def wary_starts(self) -> tuple[str, ...]:
-        return ()
-
-    def continues(self, source: Source, calls: Calls, marker: str) -> Reading[bool]:
+    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return bool(self.given_back) or (yield from source.ahead(_BEGUN)) is not None
 
-    def read(self, source: Source, calls: Calls, marker: str) -> Reading[None]:
-        """Read what follows the start."""
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         is_odd = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
@@ -70,7 +65,7 @@ class JsonCalls:
             fence = yield from source.ahead(_FENCE)
             if fence is not None:
                 source.take(fence.end())
-                is_odd = is_odd or not self.is_fenced
+                is_odd = True
                 continue
             char = yield from source.peek()
             if char == "[":
@@ -86,19 +81,12 @@ class JsonCalls:
                 break
             else:
                 raise Malformed("it is no call in JSON")
-            is_over = yield from self._is_over(source, ends)
-            if is_over:
+            if not ends and (yield from source.ahead(_MORE)) is None:
                 break
         if not count:
             calls.end(problem="there is no call in it")
 
-    def _is_over(self, source: Source, ends: tuple[str, ...]) -> Reading[bool]:
-        """Tell whether calls that nothing ends have ended: none follows."""
-        if ends:
-            return False
-        return not (yield from source.ahead(regex.compile(r"\s{0,200}(?:[,;]\s{0,99})?\{|\s{0,99}```")))
-
-    def _list(self, source: Source, calls: Calls, *, is_odd: bool) -> Reading[int]:
+    def _list(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[int]:
         count = 0
         while True:
             yield from source.space()
@@ -120,7 +108,7 @@ class JsonCalls:
             yield from self._object(source, calls, is_odd=is_odd)
             count += 1
 
-    def _object(self, source: Source, calls: Calls, *, is_odd: bool) -> Reading[None]:
+    def _object(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[None]:
         """Read one call and look at what follows it."""
         calls.start()
         reader = _CallObject(JsonText(source, (*self.ends, "```")), calls, self)
@@ -139,7 +127,7 @@ class JsonCalls:
 class _CallObject:
     """A reader of one object."""
 
-    def __init__(self, text: JsonText, calls: Calls, notation: JsonCalls) -> None:
+    def __init__(self, text: JsonText, calls: ReplyCalls, notation: JsonCalls) -> None:
         self._text = text
         self._source = text.source
         self._calls = calls
@@ -184,12 +172,13 @@ class _CallObject:
                     self._is_odd = True
                     return
             is_first = False
-            key = decoded((yield from self._string()))
+            key: list[str] = []
+            yield from self._text.string(key.append)
             yield from source.space()
             if not (yield from source.accepts(":")):
                 raise Malformed("it is no JSON: a key has no value")
             yield from source.space()
-            yield from self._member(key)
+            yield from self._member(decoded("".join(key)))
 
     def _closes(self, is_first: bool) -> Reading[bool]:
         """Read the closing bracket; tell whether there is one, or could be: the rest was forgotten."""
@@ -248,7 +237,7 @@ class _CallObject:
         if not isinstance(value, str):
             raise Malformed("its arguments are no JSON object")
         try:
-            found, _ = tolerant(value)
+            found = tolerant(value).json_text
         except Malformed:
             raise Malformed("its arguments are text that is no JSON, or nested too deep") from None
         if not found.startswith("{"):
@@ -260,7 +249,87 @@ class _CallObject:
             self._is_named = True
             self._calls.name(self._name, self._id)
 
-    def _string(self) -> Reading[str]:
-        parts: list[str] = []
-        yield from self._text.string(parts.append)
-        return "".join(parts)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedJson(Notation):
+    """A name and then arguments in JSON. A section has any number of calls: `call_start` NAME `name_end` JSON
+    `call_end`."""
+
+    call_start: str = ""
+    name_end: str = ""
+    call_end: str = ""
+    id_start: str = ""
+    """Stands between a name and the call's id, where the family writes one there."""
+    name_pattern: str = r"[\w.\-]{1,200}"
+    """A pattern of the package `regex`. Its groups `name` and `id`, where it has them, are the call's."""
+    is_lone: bool = False
+    """The start belongs to the call, so that a section has one."""
+    is_fenced: bool = False
+    """The family writes a code fence around the JSON."""
+
+    @property
+    def wary_starts(self) -> tuple[str, ...]:
+        return self.starts if self.is_lone else ()
+
+    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        return (yield from source.ahead(_head(self))) is not None
+
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+        count = 0
+        while True:
+            if self.ends:
+                yield from source.space()
+                if (yield from source.accepts(*self.ends)):
+                    break
+            head = yield from source.ahead(_head(self))
+            if head is None:
+                if count and (not self.ends or not (yield from source.peek())):
+                    return
+                raise (yield from source.failure("it names no tool"))
+            calls.start()
+            source.take(head.end())
+            groups = head.groupdict()
+            calls.name(groups["name"], groups.get("id") or "")
+            text = JsonText(source, tuple(filter(None, (self.call_end, *self.ends, "```"))))
+            is_odd = yield from self._arguments(source, calls, text)
+            calls.end(is_repaired=is_odd or text.is_repaired)
+            count += 1
+            if self.is_lone:
+                return
+        if not count:
+            calls.end(problem="there is no call in it")
+
+    def _arguments(self, source: TextSource, calls: ReplyCalls, text: JsonText) -> Reading[bool]:
+        """Read the arguments and the end of the call; return whether they are not written as usual."""
+        fence = yield from source.ahead(_SPACED_FENCE)
+        if fence is not None:
+            source.take(fence.end())
+        if (yield from source.peek()) != "{":
+            raise Malformed("its arguments are no JSON object")
+        yield from text.value(calls.argue)
+        if fence is not None or self.is_fenced:
+            behind = yield from source.ahead(_SPACED_FENCE)
+            source.take(0 if behind is None else behind.end())
+        is_odd = fence is not None and not self.is_fenced
+        if self.call_end:
+            yield from source.space()
+            if not (yield from source.accepts(self.call_end)):
+                if (yield from source.peek()) and not (yield from source.sees(*self.ends)):
+                    raise Malformed("something follows the arguments")
+                is_odd = True
+        return is_odd
+
+
+@functools.cache
+def _head(notation: NamedJson) -> Any:
+    """Return the pattern of what stands before a call's arguments."""
+    name = notation.name_pattern
+    if "(?P<name>" not in name:
+        name = f"(?P<name>{name})"
+    own_id = ""
+    if notation.id_start:
+        own_id = rf"(?:{re.escape(notation.id_start)}\s{{0,9}}(?P<id>[\w.:\-]{{1,200}})\s{{0,9}})?"
+    start = re.escape(notation.call_start)
+    return regex.compile(
+        rf"\s{{0,200}}{start}\s{{0,20}}{name}\s{{0,20}}{own_id}{re.escape(notation.name_end)}\s{{0,200}}"
+    )
