@@ -1,13 +1,24 @@
-"""Rounding and writing of weights, on arrays of a few numbers."""
+"""Files of an MLX folder: what is written, and when it is written again; rounding of weights."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.demo.gguf_file import Array, Tensor
-from icehouse_server.demo.weights import to_bfloat16, write_weights
+from icehouse_server.demo.gguf_file import Array, Tensor, read_vocabulary
+from icehouse_server.demo.mlx_folder import renew_template, to_bfloat16, write_tokenizer, write_weights
+from tokenizers import Tokenizer, models
+
+METADATA = {
+    "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"],
+    "tokenizer.ggml.token_type": [2, 3, 3, 1],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.padding_token_id": 2,
+}
 
 
 @given(st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32))
@@ -53,3 +64,25 @@ def test_the_file_has_what_the_conversion_says(tmp_path: Path) -> None:
 def _bfloat16_bytes(*numbers: float) -> bytes:
     """Bytes of numbers that bfloat16 holds exactly: the upper halves of their float32 form."""
     return (np.array(numbers, "<f4").view("<u4") >> 16).astype("<u2").tobytes()
+
+
+def test_the_files_name_the_special_tokens_of_the_vocabulary(tmp_path: Path) -> None:
+    vocabulary = read_vocabulary(METADATA)
+    assert vocabulary.merges == ()
+    write_tokenizer(Tokenizer(models.BPE(vocab={"a": 3}, merges=[])), vocabulary, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [config[f"{name}_token"] for name in ("bos", "eos", "unk", "pad")]
+    assert named == ["<s>", "</s>", "<unk>", "</s>"]
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == [3]
+
+
+def test_an_older_template_is_renewed_and_a_fresh_one_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    for old in (None, "old"):
+        if old is not None:
+            file.write_text(old)
+        renew_template(tmp_path, "new")
+        assert file.read_text() == "new"
+    written = file.stat().st_ino
+    renew_template(tmp_path, "new")
+    assert file.stat().st_ino == written and list(tmp_path.iterdir()) == [file]
