@@ -228,8 +228,8 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
         return None
     # Of an optional extra.
     from icehouse_server.vision.decoder import ImageLimits
+    from icehouse_server.vision.image_reader import ImageReader
     from icehouse_server.vision.processor import open_processor
-    from icehouse_server.vision.reader import ImageReader
 
     limits = ImageLimits(
         image_count=config.server.max_images,

@@ -16,7 +16,6 @@ from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from icehouse_server.domain.chat import ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.jpeg_header import JPEG_START, is_read_in_one_scan
 
 _OTHER_FORMATS: Final = ("PNG", "WEBP", "GIF")
 PIXEL_LIMIT: Final = 89_478_485
@@ -34,6 +33,19 @@ _KEPT_BYTES: Final = 4
 """What a kept pixel takes beside that, while it is scaled or turned upright."""
 _SHOWN_LENGTH: Final = 80
 """Of what callers say in words of their own."""
+
+JPEG_START: Final = b"\xff\xd8\xff"
+
+_SEQUENTIAL: Final = frozenset({0xC0, 0xC1})
+"""Frames of baseline and extended sequential pictures in Huffman codes."""
+_SEGMENTS: Final = _SEQUENTIAL | {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
+"""What a header has before its scan, each with its length. Decoders pass over other things too, in ways of
+their own."""
+_SCAN: Final = 0xDA
+_COUNT_OFFSET: Final = 9
+"""From a frame's marker to the number of its components; a scan has it at 4."""
+_LEAST_LENGTH: Final = 2
+"""Of a segment, which counts its own two bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,3 +193,27 @@ def _detail(source: ImageSource, error: Exception) -> str:
     if source.uri:
         return ""
     return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
+
+
+def is_read_in_one_scan(data: bytes) -> bool:
+    """Return whether the first scan of a JPEG has all of a sequential picture; False for an odd header too.
+
+    Then a decoder can drop pixels as it goes. A progressive file, or one whose colours come one after the
+    other, is decoded from coefficients that are held for all of the picture (ITU-T T.81, B.2), whatever scale
+    is wanted: a small file may claim gigabytes so.
+    """
+    at, component_count = 2, None
+    while at + _COUNT_OFFSET < len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # one of several before a marker
+            at += 1
+            continue
+        if marker == _SCAN:
+            return component_count == data[at + 4]
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker not in _SEGMENTS or length < _LEAST_LENGTH:
+            return False
+        if marker in _SEQUENTIAL:
+            component_count = data[at + _COUNT_OFFSET]
+        at += 2 + length
+    return False

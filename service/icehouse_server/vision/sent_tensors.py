@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icehouse_server.domain.blocks import HostTensor
-from icehouse_server.domain.request import SentImages, SentTensor
+from icehouse_server.domain.request import SentImages
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.vision.decoder import ImageLimits
 
@@ -34,7 +34,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ImagePlace:
     """One image's tokens in a prompt, from its first image token to the one behind the last."""
 
     start: int
@@ -43,7 +43,7 @@ class Place:
     """How many image tokens stand side by side, between text."""
 
 
-def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[Place]:
+def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImagePlace]:
     """Return where images stand; raises InvalidRequest where the prompt's tokens say otherwise."""
     if sent.token_id not in (None, image_token_id):
         raise _invalid(
@@ -66,7 +66,7 @@ def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int
                 f"has {gaps.max() - 1} tokens of text between two of the image; {_LONGEST_GAP} may be",
             )
         runs = np.diff(np.flatnonzero(gaps > 1), prepend=-1, append=len(inside) - 1)
-        places.append(Place(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
+        places.append(ImagePlace(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
     count = sum(sum(place.runs) for place in places)
     if count != len(found):
         raise _invalid(
@@ -80,7 +80,7 @@ class SentTensors:
     """The tensors of a prompt's images, handed out as they are asked for. Every method raises InvalidRequest,
     which names the tensor at fault."""
 
-    def __init__(self, sent: SentImages, places: Sequence[Place], limits: ImageLimits) -> None:
+    def __init__(self, sent: SentImages, places: Sequence[ImagePlace], limits: ImageLimits) -> None:
         self._tensors = {each.tensor.name: each for each in sent.tensors}
         self._places_field = sent.places_field
         self._places = places
@@ -139,23 +139,22 @@ class SentTensors:
 
     def flags(self, name: str, *shape: int | None) -> npt.NDArray[np.bool_]:
         """Return what is true where a number is not 0."""
-        self.shape(name, *shape)
-        tensor = self._tensors[name].tensor
-        if tensor.dtype not in _INTEGERS:
-            self.refuse(name, f"is of the type {tensor.dtype}; it is of whole numbers")
-        flags: npt.NDArray[np.bool_] = _array(tensor) != 0
+        flags: npt.NDArray[np.bool_] = self._whole_numbers(name, *shape) != 0
         return flags
 
     def integers(self, name: str, *shape: int | None) -> Integers:
         """Return numbers from 0 on that fit 31 bits."""
+        numbers: Integers = self._whole_numbers(name, *shape).astype(np.int64)
+        if numbers.min() < 0 or numbers.max() >= _LARGEST_INTEGER:
+            self.refuse(name, f"has a number that is not from 0 to {_LARGEST_INTEGER - 1}")
+        return numbers
+
+    def _whole_numbers(self, name: str, *shape: int | None) -> npt.NDArray[Any]:
         self.shape(name, *shape)
         tensor = self._tensors[name].tensor
         if tensor.dtype not in _INTEGERS:
             self.refuse(name, f"is of the type {tensor.dtype}; it is of whole numbers")
-        numbers = _array(tensor).astype(np.int64)
-        if numbers.min() < 0 or numbers.max() >= _LARGEST_INTEGER:
-            self.refuse(name, f"has a number that is not from 0 to {_LARGEST_INTEGER - 1}")
-        return numbers
+        return _array(tensor)
 
     def check_runs(self, index: int, runs: Sequence[int]) -> None:
         """Refuse an image whose tokens are others than what its tensors make."""
@@ -189,14 +188,10 @@ def check_bytes(sent: SentImages, limits: ImageLimits) -> None:
     size_bytes = sum(each.tensor.data.nbytes for each in sent.tensors)
     if size_bytes > limits.prepared_bytes:
         raise _invalid(
-            _pixels_of(sent).field,
+            sent.tensors[0].field,
             f"and what comes with it take {size_bytes} bytes; the images of a request may take "
             f"{limits.prepared_bytes}; send fewer or smaller ones",
         )
-
-
-def _pixels_of(sent: SentImages) -> SentTensor:
-    return sent.tensors[0]
 
 
 def _array(tensor: HostTensor) -> npt.NDArray[Any]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from icehouse_server.domain.chat import ImageSource, ImageTexts
-from icehouse_server.domain.request import ImageSpan, SentImages
+from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
-from icehouse_server.vision.processor import ImageProcessor, PreparedImage, check_end, spans_of
-from icehouse_server.vision.tensors import SentTensors, check_bytes, places_of
+from icehouse_server.vision.processor import ImageProcessor, PreparedImage
+from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, places_of
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class ImageReader:
     """Decodes images and has the model's processor make of them what it needs."""
 
-    def __init__(self, processor: ImageProcessor, limits: ImageLimits, *, image_token_id: int) -> None:
-        self._processor = processor
-        self._limits = limits
-        self._image_token_id = image_token_id
+    processor: ImageProcessor
+    limits: ImageLimits
+    image_token_id: int
 
-    def open(self, sources: Sequence[ImageSource]) -> OpenImages:
+    def open(self, sources: Sequence[ImageSource]) -> PromptImages:
         """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
-        limit = self._limits.image_count
+        limit = self.limits.image_count
         if len(sources) > limit:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
@@ -30,40 +33,30 @@ class ImageReader:
                 field=sources[limit].field,
                 metadata={"image_count": len(sources), "image_count_limit": limit},
             )
-
-        return OpenImages(sources, self._processor, self._limits, image_token_id=self._image_token_id)
+        return PromptImages(self, sources)
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
         """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest,
         which names what is at fault."""
-        check_bytes(sent, self._limits)
-        places = places_of(token_ids, sent, image_token_id=self._image_token_id)
-        images = self._processor.take(SentTensors(sent, places, self._limits))
+        check_bytes(sent, self.limits)
+        places = places_of(token_ids, sent, image_token_id=self.image_token_id)
+        images = self.processor.take(SentTensors(sent, places, self.limits))
         spans = tuple(
             ImageSpan(place.start, place.stop, image) for place, image in zip(places, images, strict=True)
         )
-        check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
+        _check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
         return spans
 
 
-class OpenImages:
+class PromptImages:
     """The images of one prompt, decoded and prepared one after the other."""
 
-    def __init__(
-        self,
-        sources: Sequence[ImageSource],
-        processor: ImageProcessor,
-        limits: ImageLimits,
-        *,
-        image_token_id: int,
-    ) -> None:
+    def __init__(self, reader: ImageReader, sources: Sequence[ImageSource]) -> None:
+        self._reader = reader
         self._sources = sources
-        self._processor = processor
-        self._limits = limits
-        self._image_token_id = image_token_id
         self._prepared: list[PreparedImage] = []
         self._size_bytes = 0
-        self.pixel_bytes = tuple(decoding_bytes(source, limits) for source in sources)
+        self.pixel_bytes = tuple(decoding_bytes(source, reader.limits) for source in sources)
         """The memory that decoding takes, of each, by its header."""
 
     def read_next(self) -> int:
@@ -79,16 +72,16 @@ class OpenImages:
     @property
     def texts(self) -> ImageTexts:
         """What stands for each of them in the prompt."""
-        return ImageTexts(self._processor.mark, tuple(each.text for each in self._prepared))
+        return ImageTexts(self._reader.processor.mark, tuple(each.text for each in self._prepared))
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
         images = [each.image for each in self._prepared]
-        return spans_of(token_ids, images, image_token_id=self._image_token_id)
+        return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
 
     def _check_size(self, source: ImageSource, size_bytes: int) -> None:
         """Refuse images that take more memory than a request is ever given; the next is not even decoded."""
-        limit = self._limits.prepared_bytes
+        limit = self._reader.limits.prepared_bytes
         if size_bytes > limit:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
@@ -99,9 +92,9 @@ class OpenImages:
             )
 
     def _prepare(self, source: ImageSource) -> PreparedImage:
-        image = decode_image(source, self._limits)
+        image = decode_image(source, self._reader.limits)
         try:
-            return self._processor.prepare(image, source.detail)
+            return self._reader.processor.prepare(image, source.detail)
         except Exception as error:  # a processor raises what it likes for a shape that it cannot take
             width, height = image.size
             raise InvalidRequest(
@@ -111,3 +104,40 @@ class OpenImages:
                 field=source.field,
                 metadata={"width": width, "height": height},
             ) from error
+
+
+def spans_of(
+    token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
+) -> tuple[ImageSpan, ...]:
+    """Return where images stand in a prompt, each from its first token that the tower makes to its last.
+
+    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
+    `_check_end` does.
+    """
+    places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    wanted = sum(image.feature_count for image in images)
+    if len(places) != wanted:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            f"the prompt has {len(places)} image tokens and its images have {wanted}; texts must not contain "
+            "the model's own marks of images",
+            field="chat",
+            metadata={"image_tokens": len(places), "expected_image_tokens": wanted},
+        )
+    spans, first = [], 0
+    for image in images:
+        last = first + image.feature_count
+        spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
+        first = last
+    _check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="chat")
+    return tuple(spans)
+
+
+def _check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
+    """Refuse a prompt that ends in what must be run in one pass: a prompt's last token is run by itself."""
+    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
+        raise InvalidRequest(
+            reason,
+            "the prompt ends with an image; for this model text must follow it, as its own template writes",
+            field=field,
+        )

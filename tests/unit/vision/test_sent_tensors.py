@@ -17,8 +17,8 @@ Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not insta
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
 from icehouse_server.vision.decoder import ImageLimits  # noqa: E402
-from icehouse_server.vision.processor import open_processor, spans_of  # noqa: E402
-from icehouse_server.vision.reader import ImageReader  # noqa: E402
+from icehouse_server.vision.image_reader import ImageReader, spans_of  # noqa: E402
+from icehouse_server.vision.processor import open_processor  # noqa: E402
 
 from tests.fixtures.models.vision import FAMILIES, tiny_vision_dir  # noqa: E402
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE  # noqa: E402
