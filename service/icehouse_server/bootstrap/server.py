@@ -46,7 +46,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
-from icehouse_server.structured_output.trial import TrialLimits, TrialProcess
+from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
 
 

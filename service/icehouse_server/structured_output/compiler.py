@@ -9,10 +9,13 @@ of its own.
 from __future__ import annotations
 
 import collections
+import contextlib
+import decimal
 import json
 import queue
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,17 +31,11 @@ from icehouse_server.domain.response_format import (
     TaggedJson,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.structured_output.cost import check_multiples, check_multiples_in_text
-from icehouse_server.structured_output.error_location import (
-    Mistake,
-    lark_mistake,
-    regex_mistake,
-    schema_mistake,
-)
+from icehouse_server.structured_output.error_location import lark_mistake, regex_mistake, schema_mistake
+from icehouse_server.structured_output.form_trial import FormTrial, TrialSetup
+from icehouse_server.structured_output.grammar_source import grammar_source, unenforced
 from icehouse_server.structured_output.matcher import CompiledGrammar
-from icehouse_server.structured_output.schema.references import UnusableSchema
-from icehouse_server.structured_output.source import grammar_source, unenforced
-from icehouse_server.structured_output.trial import Trial, TrialSetup
+from icehouse_server.structured_output.schema.references import Mistake, parts_of
 
 STACK_BYTES_PER_BYTE = 4096
 """Stack to have for each byte of a form. The worst one found, rules that only name the next rule in
@@ -49,7 +46,12 @@ _LEAST_STACK_BYTES = 16 << 20
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 """A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
 
-_TOO_DEEP = "it is nested too deeply"
+MULTIPLE_SUM_LIMIT = 100_000
+"""Divisors of one form, added up. `multipleOf` builds that many states: a divisor of 1,000,003 took 5 s and
+290 MB, one of 10,000,019 more than a minute (llguidance 1.9.1, x86-64), and nothing can stop it; this much
+takes 0.4 s."""
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MULTIPLE_IN_TEXT = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]+)')
 
 _FIELDS: dict[type[ResponseFormat], str] = {
     JsonSchema: "response_format.json_schema",
@@ -91,11 +93,11 @@ class GrammarCompiler:
         *,
         vocabulary_size: int,
         kept_count: int,
-        make_trial: Callable[[TrialSetup], Trial] | None = None,
+        make_trial: Callable[[TrialSetup], FormTrial] | None = None,
     ) -> None:
         self._make_trial = make_trial
-        self._trials: list[Trial] = []
-        self._idle_trials: queue.LifoQueue[Trial] = queue.LifoQueue()
+        self._trials: list[FormTrial] = []
+        self._idle_trials: queue.LifoQueue[FormTrial] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._kept_count = kept_count
@@ -103,8 +105,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         """Guards what is remembered, for an instant each time: the event loop asks too."""
         self._vocabulary_lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
+        self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
     def stack_bytes(self, form_bytes: int) -> int:
         """Return what stack the calling thread needs for a form so long."""
@@ -160,27 +161,25 @@ class GrammarCompiler:
     def _trial_setup(self) -> TrialSetup:
         text = self._tokenizer.vocabulary_json()
         assert text is not None, "the vocabulary was read"
-        return TrialSetup(
-            vocabulary_json=text,
-            vocabulary_size=max(self._vocabulary_size, self._tokenizer.vocabulary_size),
-            eos_token_ids=self._tokenizer.eos_token_ids,
-        )
+        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
+        return TrialSetup(text, size, self._tokenizer.eos_token_ids)
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
         vocabulary, executor = self._read_vocabulary()
-        if isinstance(form, JsonSchema):
-            check_multiples(_read_schema(form.schema, field=field), field=field)
-        elif isinstance(form, LarkGrammar):
-            check_multiples_in_text(form.grammar, field=field)
-        elif isinstance(form, TaggedJson):
-            for index, tag in enumerate(form.tags):
-                # A whole of many parts could not tell which of them is wrong.
-                self._compile_tag(tag.schema, field=tag.field or f"{field}[{index}]")
-        matcher = LLMatcher(vocabulary, self._source(form, field=field), log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise _invalid(self._mistake(form, matcher.get_error()), field=field)
-        _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
+        with _refusing(field):
+            if isinstance(form, JsonSchema):
+                _check_multiples(_read_schema(form.schema), field=field)
+            elif isinstance(form, LarkGrammar):
+                _check_multiples_in_text(form.grammar, field=field)
+            elif isinstance(form, TaggedJson):
+                for index, tag in enumerate(form.tags):
+                    # A whole of many parts could not tell which of them is wrong.
+                    self._check_tag(tag.schema, field=tag.field or f"{field}[{index}]")
+            matcher = self._matcher(form)
+            if matcher.is_error():
+                raise self._mistake(form, matcher.get_error())
+            _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
         return CompiledGrammar(
             matcher,
             executor=executor,
@@ -188,24 +187,16 @@ class GrammarCompiler:
             unenforced=unenforced(form),
         )
 
-    def _compile_tag(self, schema: str, *, field: str) -> None:
-        parsed = _read_schema(schema, field=field)
-        check_multiples(parsed, field=field)
-        source = self._source(JsonSchema(schema), field=field)
-        message = LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
-        if message:
-            raise _invalid(schema_mistake(parsed, message, complain=self._complaint), field=field)
+    def _check_tag(self, schema: str, *, field: str) -> None:
+        with _refusing(field):
+            parsed = _read_schema(schema)
+            _check_multiples(parsed, field=field)
+            if message := self._matcher(JsonSchema(schema)).get_error():
+                raise schema_mistake(parsed, message, complain=self._complaint)
 
-    def _source(self, form: ResponseFormat, *, field: str) -> str:
-        try:
-            return grammar_source(form, pieces=self._pieces)
-        except UnusableSchema as error:
-            raise _invalid(Mistake(error.detail, error.place), field=field) from error
-        except ValueError as error:
-            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
-            raise _invalid(Mistake(str(error), ""), field=field) from error
-        except RecursionError as error:
-            raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
+    def _matcher(self, form: ResponseFormat) -> LLMatcher:
+        source = grammar_source(form, pieces=self._pieces)
+        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS)
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):
@@ -215,10 +206,9 @@ class GrammarCompiler:
     def _complaint(self, schema: Any) -> str:
         """Return what is wrong with a schema, "" when nothing is."""
         try:
-            source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
+            return self._matcher(JsonSchema(json.dumps(schema))).get_error()
         except (ValueError, RecursionError) as error:
             return str(error)
-        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
 
     def _pieces(self, text: str) -> list[int | str]:
         """Cut a text into the special tokens it spells and the text between them."""
@@ -238,38 +228,35 @@ class GrammarCompiler:
 
     def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
         with self._vocabulary_lock:
-            return self._vocabulary_read()
+            if self._vocabulary is None:
+                self._vocabulary = self._vocabulary_read(), LLExecutor()
+            return self._vocabulary
 
-    def _vocabulary_read(self) -> tuple[LLTokenizer, LLExecutor]:
-        if self._vocabulary is None or self._executor is None:
-            text = self._tokenizer.vocabulary_json()
-            if text is None:
-                raise InvalidRequest(
-                    Reason.UNSUPPORTED,
-                    "this model's tokenizer has no tokenizer.json, so its outputs cannot be constrained; "
-                    "leave response_format out",
-                    field="response_format",
-                )
-            size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-            ends = [i for i in self._tokenizer.eos_token_ids if i < size]
-            self._vocabulary = LLTokenizer(text, n_vocab=size, eos_token=ends or None)
-            self._executor = LLExecutor()
-        return self._vocabulary, self._executor
+    def _vocabulary_read(self) -> LLTokenizer:
+        text = self._tokenizer.vocabulary_json()
+        if text is None:
+            raise InvalidRequest(
+                Reason.UNSUPPORTED,
+                "this model's tokenizer has no tokenizer.json, so its outputs cannot be constrained; "
+                "leave response_format out",
+                field="response_format",
+            )
+        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
+        ends = [i for i in self._tokenizer.eos_token_ids if i < size]
+        return LLTokenizer(text, n_vocab=size, eos_token=ends or None)
 
 
-def _read_schema(schema: str, *, field: str) -> Any:
+def _read_schema(schema: str) -> Any:
     try:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
-    except RecursionError as error:
-        raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
+        raise Mistake(f"it is not JSON: {error.msg}", place) from error
     except ValueError as error:
         # A number of more digits than Python reads.
-        raise _invalid(Mistake("a number in it has too many digits", ""), field=field) from error
+        raise Mistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
-        raise _invalid(Mistake("a JSON schema is an object, true or false", "/"), field=field)
+        raise Mistake("a JSON schema is an object, true or false", "/")
     return parsed
 
 
@@ -280,9 +267,9 @@ def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: st
     if not matcher.is_error() and allowed.any():
         return
     if not matcher.is_error():
-        raise _invalid(Mistake("it allows nothing but the empty text", ""), field=field)
+        raise Mistake("it allows nothing but the empty text")
     if "NoExtension" in matcher.get_error():
-        raise _invalid(Mistake("no text can match it", ""), field=field)
+        raise Mistake("no text can match it")
     detail = matcher.get_error().partition("\n")[0]
     raise InvalidRequest(
         Reason.GRAMMAR_TOO_COMPLEX,
@@ -292,12 +279,63 @@ def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: st
     )
 
 
-def _invalid(mistake: Mistake, *, field: str) -> InvalidRequest:
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Turn a mistake in a form into a refusal of the request's field."""
+    try:
+        yield
+        return
+    except RecursionError:
+        mistake = Mistake("it is nested too deeply")
+    except Mistake as error:
+        mistake = error
+    except ValueError as error:
+        # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+        mistake = Mistake(str(error))
     where = f" (at {mistake.place})" if mistake.place else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
-    return InvalidRequest(
+    raise InvalidRequest(
         Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID,
         f"{field} cannot be used: {mistake.detail}{where}",
         field=field,
         metadata={"detail": mistake.detail, "place": mistake.place},
     )
+
+
+def _check_multiples(schema: Any, *, field: str) -> None:
+    """Refuse a schema whose divisors are too large together."""
+    parts = parts_of(schema) if isinstance(schema, dict) else ()
+    said = (part.get("multipleOf") for _, part in parts)
+    _check_divisors((str(number) for number in said if isinstance(number, int | float)), field=field)
+
+
+def _check_multiples_in_text(text: str, *, field: str) -> None:
+    """Refuse a Lark grammar whose `%json` parts have divisors that are too large together."""
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+    _check_divisors((found[1] for found in _MULTIPLE_IN_TEXT.finditer(plain)), field=field)
+
+
+def _check_divisors(numbers: Iterator[str], *, field: str) -> None:
+    total = sum(_states(number) for number in numbers)
+    if total > MULTIPLE_SUM_LIMIT:
+        raise InvalidRequest(
+            Reason.GRAMMAR_TOO_COMPLEX,
+            f"the numbers of multipleOf in {field} add up to {total:.6g}, without their decimal points; the "
+            f"limit is {MULTIPLE_SUM_LIMIT}; leave multipleOf out and check the answer",
+            field=field,
+            metadata={"multiple_sum": f"{total:.6g}", "multiple_sum_limit": MULTIPLE_SUM_LIMIT},
+        )
+
+
+def _states(number: str) -> float:
+    """Return a number's digits without its decimal point; what is no number costs nothing."""
+    try:
+        value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise where that overflows
+    except decimal.InvalidOperation:
+        return 0.0
+    if not value.is_finite():
+        return 0.0
+    _, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int), "a finite number"
+    whole = decimal.Decimal((0, digits, 0)) if exponent < 0 else value
+    return float(whole)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
+from icehouse_server.structured_output.schema.references import Mistake, References, UnusableSchema, escaped
 
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
@@ -33,19 +32,11 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mistake:
-    """What is wrong and where: a JSON pointer, "line 2, column 5", or "" where it is not known."""
-
-    detail: str
-    place: str
-
-
 def lark_mistake(message: str) -> Mistake:
     """Read llguidance's message about a Lark grammar."""
     found = _LARK_PLACE.match(message)
     if found is None:
-        return Mistake(_one_line(message), "")
+        return Mistake(_one_line(message))
     # Behind the message it shows the source, which the caller has.
     detail = message[found.end() :].partition("\n")[0]
     regex_error = _REGEX_ERROR.search(message)

@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from icehouse_server.structured_output.schema.alternatives import Alternatives, Part
-from icehouse_server.structured_output.schema.names import allowed_names
+from icehouse_server.structured_output.schema.alternatives import Alternatives, SchemaPart
 from icehouse_server.structured_output.schema.patterns import (
     FORMAT_PATTERNS,
     GRAMMAR_FORMATS,
+    allowed_names,
     without_look_around,
 )
 from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
@@ -78,7 +78,7 @@ class _Closing:
         """Whether a schema that knows of no property stays as it is."""
         return not (self.names or self.patterns or self.is_asked_for)
 
-    def with_known(self, known: _Known) -> _Closing:
+    def with_known(self, known: _KnownNames) -> _Closing:
         """Return how alternatives are closed beside a part that knows of properties."""
         return dataclasses.replace(
             self,
@@ -88,7 +88,7 @@ class _Closing:
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class _KnownNames:
     """What a schema says of an object's properties, with what it refers to."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -156,7 +156,9 @@ class _Rewriter:
             where = f"{place}/{escaped(keyword)}"
             if keyword in _IN_PLACE:
                 closes = keyword == _closing_keyword(said)
-                self._add_in_place(made, said, keyword, Part(value, place), inner if closes else None, depth)
+                self._add_in_place(
+                    made, said, keyword, SchemaPart(value, place), inner if closes else None, depth
+                )
             elif keyword == "pattern" and isinstance(value, str):
                 self._add_patterns(made, value, where)
             elif keyword == "format" and isinstance(value, str):
@@ -166,10 +168,10 @@ class _Rewriter:
             elif keyword in (*_KEPT, "pattern", "format"):
                 made[keyword] = value
             else:
-                self._add_inner(made, said, keyword, Part(value, where), depth)
+                self._add_inner(made, said, keyword, SchemaPart(value, where), depth)
         return self._closed(made, said, place, closing)
 
-    def _add_inner(self, made: Object, said: Object, keyword: str, part: Part, depth: int) -> None:
+    def _add_inner(self, made: Object, said: Object, keyword: str, part: SchemaPart, depth: int) -> None:
         """Add the schemas of an object's properties or an array's items; leave out any other keyword."""
         has_first_items = isinstance(said.get("items"), list)  # as before draft 2020-12
         new_keyword = {
@@ -290,7 +292,7 @@ class _Rewriter:
         return f"#/$defs/{name}"
 
     def _add_in_place(
-        self, made: Object, said: Object, keyword: str, part: Part, closing: _Closing | None, depth: int
+        self, made: Object, said: Object, keyword: str, part: SchemaPart, closing: _Closing | None, depth: int
     ) -> None:
         value, where = part.schema, f"{part.place}/{keyword}"
         if keyword == "$ref":
@@ -299,7 +301,7 @@ class _Rewriter:
         parts = [self._schema(each, f"{where}/{i}", closing, depth + 1) for i, each in enumerate(value)]
         if keyword == "oneOf":
             outer = None if closing is None or closing.patterns else closing.names
-            options = [Part(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
+            options = [SchemaPart(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
             if not self._alternatives.exclude_each_other(options):
                 raise UnusableSchema(
                     "alternatives of `oneOf` may match the same value: use anyOf, or others",
@@ -361,9 +363,9 @@ class _Rewriter:
                 made[keyword] = {**named, **{name: True for name in allowed if name not in named}}
         return {**made, "additionalProperties": False}
 
-    def _known(self, schema: Any, place: str) -> _Known:
+    def _known(self, schema: Any, place: str) -> _KnownNames:
         """Return the properties that a schema, and what applies in its place, know of."""
-        known = _Known()
+        known = _KnownNames()
         remaining, seen = [(schema, place, False)], set()
         while remaining:
             part, where, is_option = remaining.pop()
@@ -408,7 +410,7 @@ def _check_shapes(said: Object, place: str) -> None:
                 raise UnusableSchema(f"`{keyword}` must be {words}", f"{place}/{keyword}")
 
 
-def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
+def _check_unconditional(known: _KnownNames, closing: _Closing, place: str) -> None:
     if closing.is_asked_for and known.is_conditional:
         raise UnusableSchema(
             "`unevaluatedProperties` cannot be kept to where alternatives in allOf or $ref name some", place

@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.domain.response_format import Choice, JsonSchema, LarkGrammar, Regex
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
-from icehouse_server.structured_output.trial import TrialLimits, TrialProcess, TrialSetup, command
+from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess, TrialSetup, command
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 from tests.fixtures.patience import BOUND_S

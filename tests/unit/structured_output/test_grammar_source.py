@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.response_format import JsonObject, JsonSchema, JsonTag, TaggedJson
-from icehouse_server.structured_output.source import UNENFORCED_LIMIT, unenforced
+from icehouse_server.structured_output.grammar_source import UNENFORCED_LIMIT, unenforced
 
 from tests.fixtures.schemas.held import TAG, Held, held, held_call
 

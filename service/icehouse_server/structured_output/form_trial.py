@@ -1,4 +1,4 @@
-"""Trial of a form: compiled in a process that can be stopped, before it is compiled in this one.
+"""Form trial: a form is compiled in a process that can be stopped, before it is compiled in this one.
 
 llguidance can be neither interrupted nor bounded in memory, and what a form costs cannot be told from its
 text: 130 bytes of JSON schema took 25 s and 600 MB. So each form that is not known yet is first compiled by a
@@ -26,7 +26,7 @@ _log = logging.getLogger("icehouse.grammar")
 
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[1:]; "
-    "from icehouse_server.structured_output.trial_worker import main; main()"
+    "from icehouse_server.structured_output.form_trial_worker import main; main()"
 )
 MEMORY_BYTES = 384 << 20
 """Most that compiling one form may take; llguidance's own limits come to some 100 MB."""
@@ -41,9 +41,12 @@ _HEAD = struct.Struct(">I")
 class TrialSetup:
     """The vocabulary, as the process is told it first."""
 
-    vocabulary_json: str
+    text: str
     vocabulary_size: int
     eos_token_ids: tuple[int, ...]
+
+    def vocabulary_json(self) -> str:
+        return self.text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class TrialLimits:
     memory_bytes: int = MEMORY_BYTES
 
 
-class Trial(Protocol):
+class FormTrial(Protocol):
     """Tells whether a form can be compiled within bounds."""
 
     def check(self, form: ResponseFormat, *, field: str) -> None:

@@ -1,4 +1,4 @@
-"""Trial worker: the process that `trial` starts, which compiles forms within limits and says how it went.
+"""Form trial worker: the process of `form_trial`, which compiles forms within limits and says how it went.
 
 What it reads comes from the server that started it; callers' forms are in it as plain data. It ends when its
 input does, when a form takes more than its limits, or when nobody has asked for a while.
@@ -18,22 +18,10 @@ from pathlib import Path
 
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler
-from icehouse_server.structured_output.trial import TrialLimits, TrialSetup, receive, send
+from icehouse_server.structured_output.form_trial import TrialLimits, TrialSetup, receive, send
 
 _IDLE_S = 300
 _NICENESS = 5
-
-
-class _GivenVocabulary:
-    """The vocabulary as the server told it."""
-
-    def __init__(self, setup: TrialSetup) -> None:
-        self._text = setup.vocabulary_json
-        self.vocabulary_size = setup.vocabulary_size
-        self.eos_token_ids = setup.eos_token_ids
-
-    def vocabulary_json(self) -> str:
-        return self._text
 
 
 def main() -> None:
@@ -48,7 +36,7 @@ def main() -> None:
     setup: TrialSetup
     limits: TrialLimits
     setup, limits = pickle.loads(data)
-    compiler = GrammarCompiler(_GivenVocabulary(setup), vocabulary_size=setup.vocabulary_size, kept_count=1)
+    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, kept_count=1)
     compiler.prepare()
     # llguidance descends recursively.
     threading.stack_size(limits.stack_bytes)
