@@ -2,26 +2,33 @@
 
 A trait is believed where the words of every history came out with it. Where no way of writing a history
 works the trait says that it is taken, and the template refuses it in its own words when it is asked.
+A template is a program of the model's author and may never come to an end, so its steps are counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.text.chat.history import fit
-from icehouse_server.text.chat.step_limit import TemplateTooLong, step_limit
 from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm, ToolPlace
 
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
 """Renders turns that were made to fit, with tools on offer; raises what it likes."""
 
+STEP_LIMIT = 200_000
+"""Lines that a template may run through for a history of a few turns; the longest known take 2,000."""
+_TEMPLATE_FILE = "<template>"
+"""What Jinja calls the code that it makes of a template's text."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
 _CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", "")
@@ -262,3 +269,30 @@ def _skeleton(history: str) -> Skeleton:
         else:
             messages.append(ChatMessage(_ROLES[letter], "a"))
     return skeleton_of(messages)
+
+
+class TemplateTooLong(Exception):
+    """A template ran through more lines than any needs."""
+
+
+@contextlib.contextmanager
+def step_limit(line_count: int = STEP_LIMIT) -> Iterator[None]:
+    """Raise TemplateTooLong out of a template of Jinja that runs through more lines, on this thread."""
+    left = line_count
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != _TEMPLATE_FILE:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise TemplateTooLong(f"more than {line_count} lines")
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)

@@ -15,8 +15,7 @@ import jinja2
 from icehouse_server.domain.chat import ChatMessage, Tool
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
-from icehouse_server.text.chat.probes import find_traits, skeleton_of
-from icehouse_server.text.chat.step_limit import STEP_LIMIT, TemplateTooLong
+from icehouse_server.text.chat.probes import STEP_LIMIT, TemplateTooLong, find_traits, skeleton_of
 from icehouse_server.text.chat.traits import TemplateTraits, ToolPlace
 from icehouse_server.text.chat.turn_form import form_of, offer
 

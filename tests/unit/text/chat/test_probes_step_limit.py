@@ -6,7 +6,7 @@ import sys
 
 import jinja2
 import pytest
-from icehouse_server.text.chat.step_limit import TemplateTooLong, step_limit
+from icehouse_server.text.chat.probes import TemplateTooLong, step_limit
 
 LOOP = jinja2.Environment(autoescape=True).from_string("{% for a in range(n) %}{{ a }}\n{% endfor %}")
 
