@@ -30,6 +30,8 @@ _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 """Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
 
+_LEXEMES = ("WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/")
+
 
 def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
     """Return the grammar of a form whose JSON has been read once already.
@@ -86,27 +88,12 @@ def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
     if form.trigger:
         return _triggered_lark(form, pieces)
     names = [f"tag_{index}" for index in range(len(form.tags))]
-    tag = f"({' | '.join(names)})"
-    more = f" (WHITE? {tag})*" if form.may_repeat else ""
-    lines = ["WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/"]
-    if form.opening:
-        begun = [f"begun_{name}" for name in names]
-        lines.append(f"start: ({' | '.join(begun)}){more}")
-        lines += [
-            f"{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}"
-            for name, item in zip(begun, form.tags, strict=True)
-        ]
-    elif form.may_begin_with_text:
-        first = f"({' | '.join(f'first_{name}' for name in names)})"
-        lines.append(f"start: {first}{more}")
-        for name, item in zip(names, form.tags, strict=True):
-            lines += _after_text(name, item, pieces)
-    else:
-        lines.append(f"start: {tag}{more}")
-    lines += [
-        f"{name}: {_body(item, pieces, begin=item.begin)}"
-        for name, item in zip(names, form.tags, strict=True)
-    ]
+    begun = " | ".join(f"begun_{name}" for name in names)
+    more = f" (WHITE? ({' | '.join(names)}))*" if form.may_repeat else ""
+    lines = [*_LEXEMES, f"start: ({begun}){more}"]
+    for name, item in zip(names, form.tags, strict=True):
+        lines.append(f"begun_{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}")
+        lines.append(f"{name}: {_body(item, pieces, begin=item.begin)}")
     return "\n".join(lines)
 
 
@@ -117,7 +104,7 @@ def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
     """
     markers = [piece for marker in form.markers for piece in pieces(marker) if isinstance(piece, int)]
     text = "TEXT"
-    lines = ["WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/"]
+    lines = [*_LEXEMES]
     if markers:
         lines.append(f"marked: TEXT ({' | '.join(_literal(marker) for marker in markers)})")
         text = "marked* TEXT"
@@ -135,21 +122,6 @@ def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
         for index, item in enumerate(form.tags)
     ]
     return "\n".join(lines)
-
-
-def _after_text(name: str, item: JsonTag, pieces: Pieces) -> list[str]:
-    """Return rules for a tag behind any text: the first place where it begins is where it begins."""
-    begin = list(pieces(item.begin))
-    rest = " ".join(
-        [
-            *(_literal(piece) for piece in begin[1:]),
-            f"%json {_held(item.schema)}",
-            *_literals(item.end, pieces),
-        ]
-    )
-    if isinstance(begin[0], int):
-        return [f"first_{name}: TEXT {_literal(begin[0])} {rest}"]
-    return [f"lead_{name}[lazy]: TEXT {_literal(begin[0])}", f"first_{name}: lead_{name} {rest}"]
 
 
 def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
