@@ -32,7 +32,7 @@ from icehouse_server.domain.response_format import (
 )
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.structured_output.error_location import lark_mistake, regex_mistake, schema_mistake
-from icehouse_server.structured_output.form_trial import FormTrial, TrialSetup
+from icehouse_server.structured_output.form_trial import TrialProcess, TrialSetup
 from icehouse_server.structured_output.grammar_source import grammar_source, unenforced
 from icehouse_server.structured_output.matcher import CompiledGrammar
 from icehouse_server.structured_output.schema.references import Mistake, parts_of
@@ -93,11 +93,11 @@ class GrammarCompiler:
         *,
         vocabulary_size: int,
         kept_count: int,
-        make_trial: Callable[[TrialSetup], FormTrial] | None = None,
+        make_trial: Callable[[TrialSetup], TrialProcess] | None = None,
     ) -> None:
         self._make_trial = make_trial
-        self._trials: list[FormTrial] = []
-        self._idle_trials: queue.LifoQueue[FormTrial] = queue.LifoQueue()
+        self._trials: list[TrialProcess] = []
+        self._idle_trials: queue.LifoQueue[TrialProcess] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._kept_count = kept_count
@@ -180,12 +180,7 @@ class GrammarCompiler:
             if matcher.is_error():
                 raise self._mistake(form, matcher.get_error())
             _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
-        return CompiledGrammar(
-            matcher,
-            executor=executor,
-            vocabulary_size=vocabulary.vocab_size,
-            unenforced=unenforced(form),
-        )
+        return CompiledGrammar(matcher, executor, vocabulary.vocab_size, unenforced(form))
 
     def _check_tag(self, schema: str, *, field: str) -> None:
         with _refusing(field):

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import IO, Protocol
+from typing import IO
 
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
@@ -59,20 +59,8 @@ class TrialLimits:
     memory_bytes: int = MEMORY_BYTES
 
 
-class FormTrial(Protocol):
-    """Tells whether a form can be compiled within bounds."""
-
-    def check(self, form: ResponseFormat, *, field: str) -> None:
-        """Return when it can; raises InvalidRequest when it cannot, or is wrong."""
-        ...
-
-    def close(self) -> None:
-        """End whatever runs."""
-        ...
-
-
 class TrialProcess:
-    """One process. Used by one thread at a time; `close` may come from any."""
+    """Tells whether forms can be compiled within limits. One thread at a time uses it; any may call `close`."""
 
     def __init__(self, setup: TrialSetup, limits: TrialLimits) -> None:
         self._setup = setup

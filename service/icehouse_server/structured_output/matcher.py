@@ -6,6 +6,7 @@ one sequence and is used on the inference thread alone; no mlx here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,27 +22,19 @@ _BITS = 32
 Mask = npt.NDArray[np.uint32]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
     """A grammar whose first step has been computed once, so that every output starts warm."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        *,
-        executor: LLExecutor,
-        vocabulary_size: int,
-        unenforced: tuple[str, ...] = (),
-    ) -> None:
-        self._matcher = matcher
-        self._executor = executor
-        self._vocabulary_size = vocabulary_size
-        self.unenforced = unenforced
+    matcher: LLMatcher
+    executor: LLExecutor
+    vocabulary_size: int
+    unenforced: tuple[str, ...] = ()
+    """Keywords of its schemas that outputs are not held to, by their JSON pointers."""
 
     def start(self) -> MatcherConstraint:
         """Return a constraint at the beginning of an output; copying takes some 40 microseconds."""
-        return MatcherConstraint(
-            self._matcher.deep_copy(), executor=self._executor, vocabulary_size=self._vocabulary_size
-        )
+        return MatcherConstraint(self.matcher.deep_copy(), self.executor, self.vocabulary_size)
 
 
 class MatcherConstraint:
@@ -49,7 +42,7 @@ class MatcherConstraint:
 
     allows_any = False
 
-    def __init__(self, matcher: LLMatcher, *, executor: LLExecutor, vocabulary_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, vocabulary_size: int) -> None:
         self.matcher = matcher
         self.executor = executor
         self.word_count = -(-vocabulary_size // _BITS)

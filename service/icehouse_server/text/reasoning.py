@@ -35,9 +35,9 @@ class ReplyReasoning:
         )
         return dataclasses.replace(self, start_token_ids=start, end_token_ids=end)
 
-    def meter(self) -> ReasoningMeter:
+    def meter(self) -> ReasoningCounter:
         """Return a meter at the beginning of an output."""
-        return ReasoningMeter(
+        return ReasoningCounter(
             ReasoningSpans(
                 format=self.format,
                 reads_calls=self.reads_calls,
@@ -48,7 +48,7 @@ class ReplyReasoning:
         )
 
 
-class ReasoningMeter:
+class ReasoningCounter:
     """Counts one output's tokens between its markers. A token counts where its first character lies, or its
     last, where the text of tokens before comes with it."""
 

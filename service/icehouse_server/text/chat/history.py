@@ -98,14 +98,6 @@ def _named(turn: ChatMessage) -> ChatMessage:
     return dataclasses.replace(turn, name=None, content=head + turn.content, images=images)
 
 
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """A call whose result is awaited: its id as it was sent, and the call as the template sees it."""
-
-    sent_id: str
-    call: ToolCall
-
-
 class _Links:
     """Ties results to their calls, one history long: ids as the template takes them, no two alike; a result
     behind its call, in the calls' order, with its tool's name."""
@@ -113,8 +105,8 @@ class _Links:
     def __init__(self, traits: TemplateTraits) -> None:
         self._traits = traits
         self._turns: list[ChatMessage] = []
-        self._open: list[_Call] = []
-        """Calls of the latest turn that have no result yet."""
+        self._open: list[tuple[str, ToolCall]] = []
+        """Calls of the latest turn without a result: the id that was sent, and the call for the template."""
         self._row: list[ChatMessage] = []
         """Their results."""
         self._ids: dict[str, str] = {}
@@ -129,7 +121,8 @@ class _Links:
                 continue
             self._close_row()
             if self._open and not self._traits.takes_open_calls:
-                self._turns += [_answer(ChatMessage("tool", self._traits.spacer), o.call) for o in self._open]
+                silent = ChatMessage("tool", self._traits.spacer)
+                self._turns += [_answer(silent, call) for _, call in self._open]
             self._open = []
             self._turns.append(self._with_ids(turn) if turn.tool_calls else turn)
         self._close_row()
@@ -138,8 +131,8 @@ class _Links:
     def _with_ids(self, turn: ChatMessage) -> ChatMessage:
         for call in turn.tool_calls:
             id = self._id(call.id, call.name)
-            self._open.append(_Call(call.id, dataclasses.replace(call, id=id)))
-        return dataclasses.replace(turn, tool_calls=tuple(o.call for o in self._open))
+            self._open.append((call.id, dataclasses.replace(call, id=id)))
+        return dataclasses.replace(turn, tool_calls=tuple(call for _, call in self._open))
 
     def _id(self, sent_id: str, name: str) -> str:
         """Return the id that stands for the next call: the one that was sent if the template takes it."""
@@ -166,14 +159,14 @@ class _Links:
 
     def _called(self, result: ChatMessage) -> ToolCall | None:
         """Return the open call of a result: by its id, or in the calls' order where no call has its id."""
-        found = [o for o in self._open if o.sent_id == result.tool_call_id]
+        found = [each for each in self._open if each[0] == result.tool_call_id]
         if not found and result.tool_call_id not in self._ids:
-            found = [o for o in self._open if o.call.name == result.name] or self._open
+            found = [each for each in self._open if each[1].name == result.name] or self._open
         if not found:
             return None
         first = found[0]
         self._open.remove(first)
-        return first.call
+        return first[1]
 
     def _close_row(self) -> None:
         if not self._row:

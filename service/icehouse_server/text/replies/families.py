@@ -416,7 +416,7 @@ _JSON = (
         is_strict=True,
         notation=several(
             JsonCalls(("<|tool_call|>",), ("<|/tool_call|>",), is_list=True),
-            JsonCalls(("functools[{", "functools [{"), is_list=True, given_back="[{"),
+            JsonCalls(("functools[{", "functools [{"), is_list=True, put_back_text="[{"),
         ),
         shown=("<|tool_call|>", "<|/tool_call|>"),
         tokens=("<|tool_call|>", "<|/tool_call|>"),

@@ -45,19 +45,19 @@ class JsonCalls(Notation):
     """The family writes them as a list."""
     is_foreign: bool = False
     """The family writes calls otherwise, and is understood all the same."""
-    given_back: str = ""
+    put_back_text: str = ""
     """The end of each start that is the beginning of the calls already."""
     has_late_id: bool = False
     """Ids come behind the arguments, which wait for them."""
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
-        return bool(self.given_back) or (yield from source.ahead(_BEGUN)) is not None
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        return bool(self.put_back_text) or (yield from source.ahead(_BEGUN)) is not None
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         is_odd = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
-        source.give_back(self.given_back)
+        source.put_back(self.put_back_text)
         while True:
             yield from source.space()
             if (yield from source.accepts(*ends)):
@@ -84,7 +84,7 @@ class JsonCalls(Notation):
             if not ends and (yield from source.ahead(_MORE)) is None:
                 break
         if not count:
-            calls.end(problem="there is no call in it")
+            calls.end_call(problem="there is no call in it")
 
     def _list(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[int]:
         count = 0
@@ -110,7 +110,7 @@ class JsonCalls(Notation):
 
     def _object(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[None]:
         """Read one call and look at what follows it."""
-        calls.start()
+        calls.begin_call()
         reader = _CallObject(JsonText(source, (*self.ends, "```")), calls, self)
         yield from reader.read()
         gap = yield from source.space()
@@ -120,8 +120,8 @@ class JsonCalls(Notation):
             raise Malformed("something follows the call")
         # What comes next is more of them, or the end of the section was forgotten.
         is_odd = is_odd or not (is_closed or (char and char in "{[,;]`"))
-        source.give_back(gap)
-        calls.end(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
+        source.put_back(gap)
+        calls.end_call(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
 
 
 class _CallObject:
@@ -146,15 +146,15 @@ class _CallObject:
         return self._is_odd or self._text.is_repaired
 
     def read(self) -> Reading[None]:
-        """Read the object and tell the call, but for its end."""
+        """Read the object and hand on the call, except for its end."""
         yield from self._members()
         if self._name is None:
             raise Malformed("it names no tool")
-        self._tell_name()
+        self._emit_name()
         if self._held is not None:
-            self._calls.argue(self._held)
+            self._calls.add_arguments(self._held)
         elif not self._has_arguments:
-            self._calls.argue("{}")
+            self._calls.add_arguments("{}")
 
     def _members(self) -> Reading[None]:
         source = self._source
@@ -181,7 +181,7 @@ class _CallObject:
             yield from self._member(decoded("".join(key)))
 
     def _closes(self, is_first: bool) -> Reading[bool]:
-        """Read the closing bracket; tell whether there is one, or could be: the rest was forgotten."""
+        """Read the closing bracket; return whether the object ends here, with or without one."""
         source = self._source
         if (yield from source.accepts("}")):
             return True
@@ -225,8 +225,8 @@ class _CallObject:
         elif self._name is None or self._notation.has_late_id:
             self._held = yield from self._text.text()
         else:
-            self._tell_name()
-            yield from self._text.value(self._calls.argue)
+            self._emit_name()
+            yield from self._text.value(self._calls.add_arguments)
 
     def _odd_arguments(self) -> Reading[str]:
         """Read arguments that are no object: a text that is one, or null."""
@@ -244,10 +244,10 @@ class _CallObject:
             raise Malformed("its arguments are no JSON object")
         return found
 
-    def _tell_name(self) -> None:
+    def _emit_name(self) -> None:
         if not self._is_named and self._name is not None:
             self._is_named = True
-            self._calls.name(self._name, self._id)
+            self._calls.name_tool(self._name, self._id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,10 +268,10 @@ class NamedJson(Notation):
     """The family writes a code fence around the JSON."""
 
     @property
-    def wary_starts(self) -> tuple[str, ...]:
+    def ambiguous_starts(self) -> tuple[str, ...]:
         return self.starts if self.is_lone else ()
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(_head(self))) is not None
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
@@ -286,18 +286,18 @@ class NamedJson(Notation):
                 if count and (not self.ends or not (yield from source.peek())):
                     return
                 raise (yield from source.failure("it names no tool"))
-            calls.start()
+            calls.begin_call()
             source.take(head.end())
             groups = head.groupdict()
-            calls.name(groups["name"], groups.get("id") or "")
+            calls.name_tool(groups["name"], groups.get("id") or "")
             text = JsonText(source, tuple(filter(None, (self.call_end, *self.ends, "```"))))
             is_odd = yield from self._arguments(source, calls, text)
-            calls.end(is_repaired=is_odd or text.is_repaired)
+            calls.end_call(is_repaired=is_odd or text.is_repaired)
             count += 1
             if self.is_lone:
                 return
         if not count:
-            calls.end(problem="there is no call in it")
+            calls.end_call(problem="there is no call in it")
 
     def _arguments(self, source: TextSource, calls: ReplyCalls, text: JsonText) -> Reading[bool]:
         """Read the arguments and the end of the call; return whether they are not written as usual."""
@@ -306,7 +306,7 @@ class NamedJson(Notation):
             source.take(fence.end())
         if (yield from source.peek()) != "{":
             raise Malformed("its arguments are no JSON object")
-        yield from text.value(calls.argue)
+        yield from text.value(calls.add_arguments)
         if fence is not None or self.is_fenced:
             behind = yield from source.ahead(_SPACED_FENCE)
             source.take(0 if behind is None else behind.end())

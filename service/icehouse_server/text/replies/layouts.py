@@ -1,4 +1,4 @@
-"""Layouts of replies: what of a reply is thought, said and called.
+"""Layouts of replies: which parts of a reply are reasoning, text and calls.
 
 Most models write text with thoughts and calls between markers. Others write messages, each with a header that
 says to whom it is: gpt-oss (harmony) thinks on one channel, answers on another and calls by naming a
@@ -19,10 +19,10 @@ from icehouse_server.text.values.text_source import SPACE, Malformed, Reading, T
 
 
 class Sink(Protocol):
-    """What a layout tells of a reply."""
+    """Takes what a layout reads."""
 
     is_reasoning: bool
-    """Whether what comes next is thought; the layout keeps it."""
+    """Whether what comes next is reasoning; the layout sets it."""
 
     @property
     def calls(self) -> ReplyCalls | None:
@@ -45,11 +45,11 @@ class MarkedReply:
 
     @property
     def markers(self) -> Sequence[str]:
-        """Texts that tell parts apart, those of calls left out."""
+        """Texts that separate the parts of a reply, except those of calls."""
         return [marker for marker in (self.think_start, self.think_end, *self.dropped) if marker]
 
     def opening(self, prompt: str) -> str:
-        """Return what of the reply's structure a prompt ends with, for the reader to begin with."""
+        """Return the beginning of a reply that a prompt ends with; a reader is given it first."""
         return ""
 
     def read(self, source: TextSource, sink: Sink) -> Reading[None]:
@@ -71,7 +71,7 @@ class MarkedReply:
                 is_silent
                 and calls is not None
                 and notation is not None
-                and (yield from notation.begins(source, calls))
+                and (yield from notation.begins_bare(source, calls))
             ):
                 yield from self._section(source, sink, "")
                 has_spoken = True
@@ -89,13 +89,12 @@ class MarkedReply:
                 sink.is_reasoning = marker == self.think_start
 
     def _section(self, source: TextSource, sink: Sink, marker: str) -> Reading[None]:
-        """Read calls, and what of them is none. A call ends the thoughts; what they say of a marker does
-        not."""
+        """Read a section of calls. A call ends reasoning; a marker that reasoning only mentions does not."""
         calls, notation = sink.calls, self.notation
         assert calls is not None and notation is not None
         was_reasoning = sink.is_reasoning
-        is_wary = was_reasoning or marker in notation.wary_starts
-        if is_wary and not (yield from notation.continues(source, calls, marker)):
+        is_ambiguous = was_reasoning or marker in notation.ambiguous_starts
+        if is_ambiguous and not (yield from notation.looks_like_call(source, calls, marker)):
             (sink.think if was_reasoning else sink.say)(marker)
             return
         sink.is_reasoning = False
@@ -108,20 +107,21 @@ class ChannelReply:
     """Messages with headers. Patterns are of the package `regex` and bound what repeats in them."""
 
     header: Any
-    """A whole header. Where none is, what follows is said, as if it had one."""
+    """Matches a whole header. Text without a header is said to the user."""
     message_ends: tuple[str, ...]
     """What ends a message; a header follows."""
     header_starts: tuple[str, ...]
-    """What begins a header, in the place of the end of a message too."""
+    """What begins a header; it ends a message as well."""
     thought: Any = None
-    """Searched in a header: that of thoughts."""
+    """Found in the header of reasoning."""
     call: Any = None
-    """Searched in a header: that of a call, with a group `name`."""
+    """Found in the header of a call; its group `name` is the tool."""
     notation: Notation | None = None
     """Reads sections of calls inside of messages."""
     needs_offer: bool = False
-    """A header that names neither `said` nor a tool on offer is text: nothing else tells them apart."""
+    """A header counts only if it names `said` or a tool on offer; anything else is text."""
     said: str = ""
+    """The recipient that stands for the user."""
 
     @property
     def markers(self) -> Sequence[str]:
@@ -155,10 +155,10 @@ class ChannelReply:
             if not ending:
                 return
             if ending in self.header_starts:
-                source.give_back(ending)
+                source.put_back(ending)
 
     def _header(self, source: TextSource, sink: Sink) -> Reading[str | None]:
-        """Return the header that comes next, "" where text does, None where nothing comes any more."""
+        """Return the next header, "" where text comes next, None at the end."""
         match = yield from source.ahead(self.header)
         if match is not None:
             name = match.groupdict().get("name")
@@ -171,23 +171,23 @@ class ChannelReply:
         return "" if (yield from source.peek()) else None
 
     def _message(self, source: TextSource, sink: Sink) -> Reading[str]:
-        """Read what is thought or said; return what ended it."""
+        """Read a message of reasoning or text; return what ended it."""
         sections = () if self.notation is None or sink.calls is None else self.notation.starts
-        tell = sink.think if sink.is_reasoning else sink.say
+        emit = sink.think if sink.is_reasoning else sink.say
         while True:
-            marker = yield from source.until((*self.message_ends, *self.header_starts, *sections), tell)
+            marker = yield from source.until((*self.message_ends, *self.header_starts, *sections), emit)
             if marker in sections:
                 assert self.notation is not None and sink.calls is not None
                 yield from read_section(source, sink.calls, self.notation, marker)
             elif marker in self.header_starts:
-                source.give_back(marker)
+                source.put_back(marker)
                 header = yield from self._header(source, sink)
                 if header is None:
                     return ""
                 source.take(len(marker))
                 if header:
                     return marker
-                tell(marker)
+                emit(marker)
             else:
                 return marker
 
@@ -197,22 +197,22 @@ class ChannelReply:
         ending = ""
         calls.begin_section(header)
         try:
-            calls.start()
-            calls.name(name)
+            calls.begin_call()
+            calls.name_tool(name)
             text = JsonText(source, ends)
             yield from source.space()
             is_empty = bool((yield from source.sees(*ends)))
             if is_empty:
-                calls.argue("{}")
+                calls.add_arguments("{}")
             elif (yield from source.peek()) != "{":
                 raise Malformed("its arguments are no JSON object")
             else:
-                yield from text.value(calls.argue)
+                yield from text.value(calls.add_arguments)
             yield from source.space()
             ending = yield from source.accepts(*ends)
             if not ending and (yield from source.peek()):
                 raise Malformed("something follows the arguments")
-            calls.end(is_repaired=is_empty or text.is_repaired)
+            calls.end_call(is_repaired=is_empty or text.is_repaired)
             calls.end_section()
         except Malformed as error:
             if not isinstance(error, TooLong):
@@ -223,7 +223,7 @@ class ChannelReply:
 
 
 def read_section(source: TextSource, calls: ReplyCalls, notation: Notation, marker: str) -> Reading[bool]:
-    """Read one section of calls to its end, whatever it is; return whether it could be read."""
+    """Read a section of calls to its end, also a malformed one; return whether it could be read."""
     calls.begin_section(marker)
     try:
         yield from notation.read(source, calls, marker)

@@ -1,4 +1,4 @@
-"""Notation: how a model's calls are written, and how a section of them is read to its end."""
+"""Notation: how a model writes its calls, and how a section of them is read."""
 
 from __future__ import annotations
 
@@ -14,61 +14,65 @@ class Notation:
     """A notation, by its markers."""
 
     starts: tuple[str, ...] = ()
-    """Texts that begin a section; empty where a reply begins with the calls themselves."""
+    """Texts that begin a section; none where a reply begins with the calls themselves."""
     ends: tuple[str, ...] = ()
-    """Texts that end a section, for going on behind one that cannot be read."""
+    """Texts that end a section; reading goes on behind them when a section is malformed."""
     is_bare: bool = False
     """A reply may begin with calls and no start."""
 
     bare: ClassVar[Any] = None
-    """What such calls begin with, with a group `name`."""
+    """The pattern of how such calls begin, with a group `name`."""
 
     @property
-    def wary_starts(self) -> tuple[str, ...]:
-        """Starts that text may hold as well: they count where a call follows."""
+    def ambiguous_starts(self) -> tuple[str, ...]:
+        """Starts that plain text may contain too: they count only where a call follows."""
         return ()
 
-    def begins(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
-        """Tell whether the text ahead, with which a reply begins, is calls without a start; reads nothing."""
+    def begins_bare(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
+        """Return whether a reply begins with calls and no start; reads nothing."""
         match = (yield from source.ahead(self.bare)) if self.is_bare else None
         return match is not None and calls.offers(match["name"])
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
-        """Tell whether what follows a start looks like a call, and not like text about the start."""
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        """Return whether a call seems to follow the start, and not text about it; reads nothing."""
         raise NotImplementedError
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
-        """Read what follows `marker`, the end included; raises Malformed."""
+        """Read the section behind `marker`, its end included; raises Malformed."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Several(Notation):
-    """A choice of notations, the likeliest first: a section is read in the first that it looks like. The last
-    one says what is wrong with what none can read."""
+    """Several notations, the likeliest first. The first one that a section looks like reads it; the last one
+    reads what looks like none, and says what is wrong with it."""
 
     notations: tuple[Notation, ...] = ()
 
     @property
-    def wary_starts(self) -> tuple[str, ...]:
-        return tuple(start for notation in self.notations for start in notation.wary_starts)
+    def ambiguous_starts(self) -> tuple[str, ...]:
+        return tuple(start for notation in self.notations for start in notation.ambiguous_starts)
 
-    def begins(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
+    def begins_bare(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
         for notation in self.notations:
-            if (yield from notation.begins(source, calls)):
+            if (yield from notation.begins_bare(source, calls)):
                 return True
         return False
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         for notation in self.notations:
-            if marker in notation.starts and (yield from notation.continues(source, calls, marker)):
+            if marker in notation.starts and (yield from notation.looks_like_call(source, calls, marker)):
                 return True
         return False
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         fitting = [notation for notation in self.notations if not marker or marker in notation.starts]
         for notation in fitting[:-1]:
-            is_it = notation.continues(source, calls, marker) if marker else notation.begins(source, calls)
+            is_it = (
+                notation.looks_like_call(source, calls, marker)
+                if marker
+                else notation.begins_bare(source, calls)
+            )
             if (yield from is_it):
                 yield from notation.read(source, calls, marker)
                 return

@@ -13,7 +13,7 @@ import regex
 
 from icehouse_server.text.replies.notation import Notation
 from icehouse_server.text.replies.reply_calls import ReplyCalls
-from icehouse_server.text.values.literals import DEPTH_LIMIT, JsonText, PythonText, Tell, quoted
+from icehouse_server.text.values.literals import DEPTH_LIMIT, Emit, JsonText, PythonText, quoted
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
 _NAME = r"[A-Za-z_][\w.\-]{0,199}"
@@ -41,10 +41,10 @@ class PythonCalls(Notation):
     """The family writes a list, and not a call a line."""
 
     @property
-    def wary_starts(self) -> tuple[str, ...]:
+    def ambiguous_starts(self) -> tuple[str, ...]:
         return self.starts if self.is_code else ()
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         match = yield from source.ahead(_BEGUN)
         return match is not None and (not self.is_code or calls.offers(match["name"]))
 
@@ -77,18 +77,18 @@ class PythonCalls(Notation):
             else:
                 raise (yield from source.failure("it is no call of a function"))
         if not count:
-            calls.end(problem="there is no call in it")
+            calls.end_call(problem="there is no call in it")
 
     def _call(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[None]:
         """Read one call."""
-        calls.start()
+        calls.begin_call()
         head = yield from source.ahead(_CALL)
         assert head is not None, "looked at before"
         source.take(head.end())
-        calls.name(head["name"])
+        calls.name_tool(head["name"])
         names: set[str] = set()
         text = PythonText(source)
-        calls.argue("{")
+        calls.add_arguments("{")
         while True:
             yield from source.space()
             if (yield from source.accepts(")")):
@@ -99,18 +99,18 @@ class PythonCalls(Notation):
             source.take(keyword.end())
             if keyword["name"] in names:
                 raise Malformed(f"it has the argument {keyword['name'][:64]!r} twice")
-            calls.argue(f"{', ' if names else ''}{quoted(keyword['name'])}: ")
+            calls.add_arguments(f"{', ' if names else ''}{quoted(keyword['name'])}: ")
             names.add(keyword["name"])
-            yield from text.value(calls.argue, within="f")
+            yield from text.value(calls.add_arguments, within="f")
             yield from source.space()
             if not (yield from source.accepts(",")) and not (yield from source.sees(")")):
                 raise (yield from source.failure("a comma is missing"))
-        calls.argue("}")
+        calls.add_arguments("}")
         if (yield from source.ahead(_BEHIND)) is None:
             yield from source.space()
             if not (yield from source.sees(*self.ends)):
                 raise Malformed("something follows the call")
-        calls.end(is_repaired=is_odd or text.is_repaired)
+        calls.end_call(is_repaired=is_odd or text.is_repaired)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class GemmaCalls(Notation):
 
     quote: str
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(_GEMMA_HEAD)) is not None
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
@@ -128,11 +128,11 @@ class GemmaCalls(Notation):
             head = yield from source.ahead(_GEMMA_HEAD)
             if head is None:
                 break
-            calls.start()
+            calls.begin_call()
             source.take(head.end())
-            calls.name(head["name"])
-            yield from self._value(source, calls.argue, depth=0)
-            calls.end()
+            calls.name_tool(head["name"])
+            yield from self._value(source, calls.add_arguments, depth=0)
+            calls.end_call()
             count += 1
         yield from source.space()
         has_end = yield from source.accepts(*self.ends)
@@ -140,9 +140,9 @@ class GemmaCalls(Notation):
         if not has_end and not (count and has_ended):
             raise Malformed("the output ended inside it" if has_ended else "it is no call of a function")
         if not count:
-            calls.end(problem="there is no call in it")
+            calls.end_call(problem="there is no call in it")
 
-    def _value(self, source: TextSource, tell: Tell, *, depth: int) -> Reading[None]:
+    def _value(self, source: TextSource, emit: Emit, *, depth: int) -> Reading[None]:
         if depth > DEPTH_LIMIT:
             raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
         yield from source.space()
@@ -151,15 +151,15 @@ class GemmaCalls(Notation):
             parts: list[str] = []
             if not (yield from source.until((self.quote,), parts.append)):
                 raise Malformed("the output ended inside a string")
-            tell(quoted("".join(parts)))
+            emit(quoted("".join(parts)))
         elif opening:
-            yield from self._members(source, tell, opening, depth=depth)
+            yield from self._members(source, emit, opening, depth=depth)
         else:
-            yield from JsonText(source).value(tell)
+            yield from JsonText(source).value(emit)
 
-    def _members(self, source: TextSource, tell: Tell, opening: str, *, depth: int) -> Reading[None]:
+    def _members(self, source: TextSource, emit: Emit, opening: str, *, depth: int) -> Reading[None]:
         closing = "}" if opening == "{" else "]"
-        tell(opening)
+        emit(opening)
         is_first = True
         while True:
             yield from source.space()
@@ -170,14 +170,14 @@ class GemmaCalls(Notation):
                 if key is None:
                     raise (yield from source.failure("a value has no key"))
                 source.take(key.end())
-                tell(f"{'' if is_first else ', '}{quoted(key['name'])}: ")
+                emit(f"{'' if is_first else ', '}{quoted(key['name'])}: ")
             elif not is_first:
-                tell(", ")
+                emit(", ")
             is_first = False
-            yield from self._value(source, tell, depth=depth + 1)
+            yield from self._value(source, emit, depth=depth + 1)
             yield from source.space()
             if (yield from source.accepts(closing)):
                 break
             if not (yield from source.accepts(",")):
                 raise (yield from source.failure("a comma is missing"))
-        tell(closing)
+        emit(closing)

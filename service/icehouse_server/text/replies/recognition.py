@@ -15,10 +15,11 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
+from icehouse_server.text.chat.template import ChatTemplate
+from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.reply_format import Family, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
@@ -58,20 +59,6 @@ _WORDS = re.compile(r"[a-z]{3,}")
 _SIDES = {"start", "end", "begin", "open", "close"}
 
 
-class Template(Protocol):
-    """A chat template, which refuses with InvalidRequest."""
-
-    def text(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Tool] = (),
-        adds_generation_prompt: bool = False,
-    ) -> str:
-        """Return what it writes."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a tokenizer knows."""
@@ -85,7 +72,7 @@ class Vocabulary:
     """`tool_parser_type` of tokenizer_config.json."""
 
 
-def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> ReplyFormat:
+def find_reply_format(template: ChatTemplate | None, vocabulary: Vocabulary) -> ReplyFormat:
     """Return how the replies of a model are to be read; `template` is None where it has none."""
     probe = _Probe(template)
     thoughts, seen_in = _thoughts(probe, vocabulary)
@@ -124,7 +111,7 @@ def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
 class _Probe:
     """Texts of a template; "" for what it refuses or where there is none."""
 
-    def __init__(self, template: Template | None) -> None:
+    def __init__(self, template: ChatTemplate | None) -> None:
         self._template = template
 
     def render(
@@ -260,13 +247,9 @@ def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) ->
     if not reply:
         return _Read.NOTHING
     format = ReplyFormat(family, *thoughts)
-    tools = [
-        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
-        for tool in _TOOLS
-    ]
-    splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
-    told = [*splitter.push(reply), *splitter.finish()]
-    pieces = [piece for piece in told if isinstance(piece, CallPiece)]
+    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in _TOOLS], make_call_id=str)
+    emitted = [*splitter.push(reply), *splitter.finish()]
+    pieces = [piece for piece in emitted if isinstance(piece, CallPiece)]
     if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
         return _Read.NOTHING
     for index in range(count):
@@ -276,7 +259,7 @@ def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) ->
             return _Read.NOTHING
     if any(piece.is_repaired for piece in pieces):
         return _Read.REPAIRED
-    is_all = all(piece.text.isspace() for piece in told if isinstance(piece, TextPiece | MalformedPiece))
+    is_all = all(piece.text.isspace() for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
     return _Read.ALL if is_all else _Read.SOME
 
 

@@ -1,7 +1,7 @@
-"""Calls of a reply on their way from a notation to pieces: each is checked before it counts.
+"""Reply calls: tool calls on their way from a notation to pieces, checked before they count.
 
-A notation tells what it reads as it reads it. A call counts at its end: its tool is on offer, its arguments
-are there and fit the schema. What turns out otherwise is withdrawn, and its text is told as malformed.
+A notation reports a call while it reads it. At its end the call is checked: its tool must be on offer, and
+its arguments must fit the schema. A call that fails is withdrawn, and its text is emitted as malformed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SECTION_LENGTH_LIMIT = 1 << 18
 
 
 class ReplyCalls:
-    """What a notation tells of the calls that it reads, in the order of their text.
+    """Takes what a notation reads, in the order of the text.
 
-    This one keeps nothing: it is for those who want to know only where calls end.
+    This class checks and keeps nothing. It is enough for readers that only want to know where calls end.
     """
 
     good_count = 0
@@ -33,11 +33,11 @@ class ReplyCalls:
         self._source = source
 
     def begin_section(self, marker: str) -> None:
-        """Keep the text from here on, behind what was read already."""
+        """Record the text from here on; `marker` was read already and comes first."""
         self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
 
     def end_section(self, *, problem: str = "") -> bool:
-        """End it; return whether all of it could be read."""
+        """Stop recording; return whether all of the section could be read."""
         self._source.stop_recording()
         return not problem
 
@@ -45,26 +45,26 @@ class ReplyCalls:
         """Whether a tool of this name may be called."""
         return True
 
-    def declares(self, tool: str, argument: str) -> bool:
+    def has_argument(self, tool: str, argument: str) -> bool:
         """Whether the tool may have an argument of this name."""
         return False
 
-    def start(self) -> None:
-        """A call begins here."""
+    def begin_call(self) -> None:
+        """Begin a call."""
 
-    def name(self, name: str, own_id: str = "") -> None:
-        """The call's tool is known; its arguments follow as JSON."""
+    def name_tool(self, name: str, own_id: str = "") -> None:
+        """Take the name of the call's tool; its arguments follow as JSON."""
 
-    def argue(self, text: str) -> None:
-        """Text of the arguments, which are one JSON object."""
+    def add_arguments(self, text: str) -> None:
+        """Take more text of the arguments, which are one JSON object."""
 
-    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
-        """The call is complete; or it is none, for a reason that its text does not break off at."""
+    def end_call(self, *, is_repaired: bool = False, problem: str = "") -> None:
+        """End the call. `problem` says why it does not count although it could be read."""
 
-    def whole(
+    def add_untyped(
         self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
-        """A call whose arguments have no types in its text: as `name`, `argue` and `end`."""
+        """Take a whole call whose text gives its arguments no types."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,12 +73,12 @@ class _OpenCall:
 
     name: str
     arguments: list[str]
-    is_told: bool
+    is_emitted: bool
     problem: str = ""
 
 
 class CheckedCalls(ReplyCalls):
-    """The calls of one output. `tell` takes the pieces, in order."""
+    """The calls of one output. `emit` takes the pieces, in order."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class CheckedCalls(ReplyCalls):
         source: TextSource,
         tools: Sequence[Mapping[str, Any]],
         make_id: Callable[[int], str],
-        tell: Callable[[Piece], None],
+        emit: Callable[[Piece], None],
     ) -> None:
         super().__init__(source)
         self._tools = {tool["function"]["name"]: tool for tool in tools}
         self._schemas: dict[str, ArgumentsSchema] = {}
         self._make_id = make_id
-        self._tell = tell
+        self._emit = emit
         self._next_index = 0
         self._open: _OpenCall | None = None
         self._problem = ""
-        """Why what was read since the last good call is none."""
+        """Why the text since the last good call is malformed."""
         self._ids: set[str] = set()
         self.good_count = 0
 
@@ -109,38 +109,38 @@ class CheckedCalls(ReplyCalls):
             self._withdraw()
             self._problem = self._problem or problem
         is_good = not self._problem
-        self._tell_malformed()
+        self._emit_malformed()
         self._source.stop_recording()
         return is_good
 
     def offers(self, name: str) -> bool:
         return name in self._tools
 
-    def declares(self, tool: str, argument: str) -> bool:
-        return tool in self._tools and self._schema(tool).declares(argument)
+    def has_argument(self, tool: str, argument: str) -> bool:
+        return tool in self._tools and self._schema(tool).has_argument(argument)
 
-    def start(self) -> None:
-        self._tell_malformed()
+    def begin_call(self) -> None:
+        self._emit_malformed()
 
-    def name(self, name: str, own_id: str = "") -> None:
-        self._open = _OpenCall(name, [], is_told=self.offers(name))
-        if not self._open.is_told:
+    def name_tool(self, name: str, own_id: str = "") -> None:
+        self._open = _OpenCall(name, [], is_emitted=self.offers(name))
+        if not self._open.is_emitted:
             self._open.problem = f"it names no tool on offer: {name[:64]!r}" if name else "it names no tool"
             return
         if not own_id or own_id in self._ids:
             own_id = self._make_id(self._next_index)
         self._ids.add(own_id)
-        self._tell(CallPiece(self._next_index, id=_sendable(own_id), name=name))
+        self._emit(CallPiece(self._next_index, id=_sendable(own_id), name=name))
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         assert self._open is not None, "arguments of no call"
         if not text:
             return
         self._open.arguments.append(text)
-        if self._open.is_told:
-            self._tell(CallPiece(self._next_index, arguments_json=_sendable(text)))
+        if self._open.is_emitted:
+            self._emit(CallPiece(self._next_index, arguments_json=_sendable(text)))
 
-    def end(self, *, is_repaired: bool = False, problem: str = "") -> None:
+    def end_call(self, *, is_repaired: bool = False, problem: str = "") -> None:
         if self._open is None:
             self._problem = self._problem or problem or "it names no tool"
             return
@@ -150,13 +150,13 @@ class CheckedCalls(ReplyCalls):
             self._problem = problem
             return
         if is_repaired:
-            self._tell(CallPiece(self._next_index, is_repaired=True))
+            self._emit(CallPiece(self._next_index, is_repaired=True))
         self._open = None
         self._next_index += 1
         self.good_count += 1
         self._source.recorded()
 
-    def whole(
+    def add_untyped(
         self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
     ) -> None:
         texts, problem = {}, ""
@@ -173,12 +173,12 @@ class CheckedCalls(ReplyCalls):
         if problem:
             self._problem = self._problem or problem
             return
-        self.name(name)
-        self.argue(as_object(texts))
-        self.end(is_repaired=is_repaired)
+        self.name_tool(name)
+        self.add_arguments(as_object(texts))
+        self.end_call(is_repaired=is_repaired)
 
     def _misfit(self, call: _OpenCall) -> str:
-        """Return why the arguments are none that the tool takes."""
+        """Return why the tool cannot take the arguments, "" where it can."""
         try:
             value = strict("".join(call.arguments))
             if not isinstance(value, dict):
@@ -195,20 +195,20 @@ class CheckedCalls(ReplyCalls):
         return self._schemas[name]
 
     def _withdraw(self) -> None:
-        """Take back what was told of the open call."""
-        if self._open is not None and self._open.is_told:
-            self._tell(CallPiece(self._next_index, is_withdrawn=True))
+        """Take back what was emitted of the open call."""
+        if self._open is not None and self._open.is_emitted:
+            self._emit(CallPiece(self._next_index, is_withdrawn=True))
             self._next_index += 1
         self._open = None
 
-    def _tell_malformed(self) -> None:
+    def _emit_malformed(self) -> None:
         if self._problem:
-            self._tell(MalformedPiece(self._source.recorded(), self._problem))
+            self._emit(MalformedPiece(self._source.recorded(), self._problem))
         self._problem = ""
 
 
 def _sendable(text: str) -> str:
-    """Return text that UTF-8 can hold: a model may write half of a surrogate pair as JSON's escape."""
+    """Return text that UTF-8 can hold: JSON can escape half of a surrogate pair, and models do."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

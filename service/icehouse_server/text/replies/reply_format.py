@@ -14,7 +14,7 @@ from icehouse_server.text.replies.notation import Notation
 class Family:
     """How the models of one family write replies, as data.
 
-    `name` is told to callers, `models` and `tested_with` to readers of the docs.
+    Callers are shown `name`; `models` and `tested_with` are for the docs.
     """
 
     name: str = ""
@@ -90,7 +90,7 @@ class ReplyFormat:
 
     @property
     def info(self) -> ReplyFormatInfo:
-        """What is told of it."""
+        """What callers are shown of it."""
         return ReplyFormatInfo(
             self.family.name, self.think_start, self.think_end, self.evidence, self.unread_markers
         )

@@ -1,7 +1,7 @@
 """Reply splitter: what the model says, thinks and calls, apart. On the rpc thread, one for each output.
 
-The pieces do not depend on how the text was cut: neighbours of one kind, joined, are always the same. Calls
-whose arguments are JSON on the wire are told as they are written, others at their end.
+The pieces do not depend on how the text was cut: once neighbours of one kind are joined, they are always the
+same. Calls that the model writes as JSON are emitted as they come, others at their end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ReplySplitter:
         self._source = TextSource()
         self._pieces: list[Piece] = []
         self._calls = CheckedCalls(
-            source=self._source, tools=tools, make_id=make_call_id, tell=self._pieces.append
+            source=self._source, tools=tools, make_id=make_call_id, emit=self._pieces.append
         )
         self.calls = self._calls if tools else None
         self.is_reasoning = is_reasoning
         self._reading = format.layout.read(self._source, self)
         self._feed(opening)
-        # Pieces of the text that the prompt ended with are told with the first that follow.
+        # Pieces of the text that the prompt ended with are emitted with the first that follow.
 
     @property
     def has_calls(self) -> bool:
@@ -52,14 +52,14 @@ class ReplySplitter:
     def push(self, text: str) -> list[Piece]:
         """Add text."""
         self._feed(text)
-        return self._told()
+        return self._emitted()
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """End the output: whatever was held back is what it seemed to be. `is_cut` where it ends at a limit,
         and the model would have gone on."""
         self._source.end(is_cut=is_cut)
         next(self._reading, None)
-        return self._told()
+        return self._emitted()
 
     def say(self, text: str) -> None:
         """Take text of the layout's."""
@@ -74,15 +74,15 @@ class ReplySplitter:
             self._source.push(text)
             next(self._reading, None)
 
-    def _told(self) -> list[Piece]:
-        told: list[Piece] = []
+    def _emitted(self) -> list[Piece]:
+        emitted: list[Piece] = []
         for piece in self._pieces:
-            if told and (joined := _joined(told[-1], piece)) is not None:
-                told[-1] = joined
+            if emitted and (joined := _joined(emitted[-1], piece)) is not None:
+                emitted[-1] = joined
             else:
-                told.append(piece)
+                emitted.append(piece)
         self._pieces.clear()
-        return told
+        return emitted
 
 
 def _joined(first: Piece, second: Piece) -> Piece | None:

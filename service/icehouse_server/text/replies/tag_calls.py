@@ -1,10 +1,10 @@
 """Calls in tags: each argument between an opening and a closing tag, its value written without a type.
 
-A closing tag inside a value is a part of it. A value ends at the tag behind which the rest is structure
-again: the next argument, or the end of the call with nothing but white space, another call or the end of
-the output behind it. Tags of arguments that open inside a value close inside it. Where text follows the end
-of a call, more of the value may follow as well, so it is held back until the output ends; if two readings
-remain then, it is malformed.
+A value may hold closing tags itself. It ends at the closing tag behind which there is structure again: the
+next argument, or the end of the call and behind it white space, another call or the end of the output. Tags
+of arguments that open inside a value close inside it. Where text follows the end of a call, the value may
+still go on, so the call is held back until the output ends. If two readings are possible then, the call is
+malformed.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ _TEXT_TYPES = frozenset({"string", "true"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TagCalls(Notation):
-    """The notation, by its tags. Patterns are of the package `regex`, and bound what repeats in them."""
+    """Calls in tags. Patterns are of the package `regex`, and limit every repetition."""
 
     call_open: str
     """A pattern with a group `name`."""
     call_close: str
-    """Empty where the end of the section is the end of its one call."""
+    """Empty where a section has one call and its end is the call's."""
     argument_open: str
-    """A pattern with a group `name`, and a group `type` where the tag says whether the value is a string."""
+    """A pattern with a group `name`, and a group `type` where the tag gives the value's type."""
     value_open: str
-    """How the tag that opens a value begins: what else of its kind stands in a value is a part of it."""
+    """The beginning of the tag that opens a value; such tags inside a value belong to it."""
     argument_close: str
     has_line_breaks: bool = False
-    """A line break behind the opening tag and one before the closing tag are not the value's."""
+    """A line break behind the opening tag and one before the closing tag do not belong to the value."""
     is_python: bool = False
     """The family spells True, False and None."""
     begins_with_call: bool = False
     """The start is the beginning of the first call's tag."""
     is_foreign: bool = False
-    """The family writes a tag around its calls, and is understood where it forgets that."""
+    """The family writes a tag around its calls; this reads calls where it forgot the tag."""
     has_cdata: bool = False
     """Values with markup in them stand in <![CDATA[…]]>."""
 
     @property
-    def wary_starts(self) -> tuple[str, ...]:
+    def ambiguous_starts(self) -> tuple[str, ...]:
         return self.starts if self.begins_with_call else ()
 
-    def continues(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         begun = marker if self.begins_with_call else ""
-        source.give_back(begun)
+        source.put_back(begun)
         match = yield from source.ahead(_patterns(self).call_open)
         source.take(len(begun))
         return match is not None
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         if self.begins_with_call:
-            source.give_back(marker)
+            source.put_back(marker)
         count = 0
         while True:
             opening = yield from source.ahead(_patterns(self).call_open)
@@ -74,12 +74,12 @@ class TagCalls(Notation):
                 yield from source.space()
                 if (yield from source.accepts(*self.ends)):
                     if not count:
-                        calls.end(problem="there is no call in it")
+                        calls.end_call(problem="there is no call in it")
                     return
                 if count and not (yield from source.peek()):
                     return
                 raise (yield from source.failure("it names no tool"))
-            calls.start()
+            calls.begin_call()
             source.take(opening.end())
             yield from self._call(source, calls, opening["name"].strip())
             count += 1
@@ -108,7 +108,7 @@ class TagCalls(Notation):
         if self.call_close and self.ends:
             yield from source.space()
             is_odd = is_odd or not (yield from source.peek())
-        calls.whole(name, arguments, is_python=self.is_python, is_repaired=is_odd)
+        calls.add_untyped(name, arguments, is_python=self.is_python, is_repaired=is_odd)
 
     def _bare(self, text: str) -> str:
         """Return a value without what the notation puts around it."""
@@ -141,7 +141,7 @@ class TagCalls(Notation):
             else:
                 value.depth += 1
                 name = yield from self._name_of(source, value, tag)
-                value.is_odd = value.is_odd or calls.declares(tool, name)
+                value.is_odd = value.is_odd or calls.has_argument(tool, name)
             value.add(tag)
 
     def _name_of(self, source: TextSource, value: _Value, tag: str) -> Reading[str]:
@@ -153,7 +153,7 @@ class TagCalls(Notation):
         return "" if found is None else str(found["name"]).strip()
 
     def _follows(self, source: TextSource) -> Reading[Literal["", "structure", "end of a call"]]:
-        """Tell what follows a closing tag: structure and nothing else, or the end of a call before a text."""
+        """Return what follows a closing tag: structure alone, or the end of a call before a text."""
         patterns = _patterns(self)
         match = yield from source.ahead(patterns.strict)
         # Whether the output was cut off is known only now, where its end was waited for.
@@ -167,14 +167,14 @@ _TAIL_LENGTH = 500
 
 
 class _Value:
-    """A value whose end is looked for. `depth` counts tags of arguments that are open inside it."""
+    """A value whose end is not known yet. `depth` counts tags of arguments that are open inside it."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self._length = 0
         self.depth = 0
         self.is_odd = False
-        """An argument that the tool knows opens inside it: a closing tag may be missing."""
+        """A tag inside it names an argument of the tool, so a closing tag may be missing."""
         self._ends: list[_PossibleEnd] = []
         self._call_count = 0
         self._open_call_count = 0
@@ -198,7 +198,7 @@ class _Value:
         self._open_call_count += 1 if begins else -1
 
     def balanced(self) -> str:
-        """Return the value where its end is reached with all tags inside it closed."""
+        """Return the value at an end where all tags inside it are closed."""
         holds_calls = self._call_count > 0 and self._open_call_count == 0
         if self._ends and self.is_odd and not holds_calls:
             raise Malformed("an argument could end in several places")
@@ -210,7 +210,7 @@ class _Value:
         self._ends.append(end)
 
     def decided(self, source: TextSource, closing: str) -> str:
-        """Return the value once the output has ended, and give back what is behind it."""
+        """Return the value once the output has ended, and put back the text behind it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
         end = self._meant()
@@ -221,7 +221,7 @@ class _Value:
         return text[: end.length]
 
     def _meant(self) -> _PossibleEnd:
-        """Return the one end that can be meant; raises Malformed where there are several."""
+        """Return the only end that is possible; raises Malformed where there are several."""
         balanced = [end for end in self._ends if end.is_balanced]
         first = balanced[0] if balanced else self._ends[0]
         for end in self._ends:
@@ -236,7 +236,7 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PossibleEnd:
-    """A closing tag that structure follows, while tags may be open or text may follow."""
+    """A closing tag with structure behind it, although tags are open or text may follow."""
 
     length: int
     """Of the value before it."""

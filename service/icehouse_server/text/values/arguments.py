@@ -93,7 +93,7 @@ class ArgumentsSchema:
         assert first is not None, "every text is a string"
         return first
 
-    def declares(self, name: str) -> bool:
+    def has_argument(self, name: str) -> bool:
         """Whether an argument may have this name: the schema says something of it, or nothing of any."""
         return bool(name) and (not self._root.get("properties") or self.of_property(name) != {})
 

@@ -1,4 +1,4 @@
-"""Literals of JSON and Python as models write them: read piece by piece and told as valid JSON.
+"""Literals of JSON and Python as models write them: read piece by piece and emitted as valid JSON.
 
 What is unambiguous is repaired; what could mean two things is Malformed.
 """
@@ -46,7 +46,7 @@ _BEHIND_STRING = {
 }
 """What follows the end of a Python string: by the bracket it stands in, "f" for a call's, "" for none."""
 
-Tell = Callable[[str], None]
+Emit = Callable[[str], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,19 +63,19 @@ class JsonText:
     """True, False and None are literals too."""
     is_repaired: bool = False
 
-    def value(self, tell: Tell) -> Reading[None]:
+    def value(self, emit: Emit) -> Reading[None]:
         """Read one value, telling it as it comes."""
         stack: list[str] = []
-        is_fresh = yield from self._begin(stack, tell)
+        is_fresh = yield from self._begin(stack, emit)
         while stack:
-            before = yield from self._between(stack, is_fresh, tell)
+            before = yield from self._between(stack, is_fresh, emit)
             is_fresh = False
             if before is None:
                 continue
-            tell(before)
+            emit(before)
             if stack[-1] == "{":
-                yield from self._key(tell)
-            is_fresh = yield from self._begin(stack, tell)
+                yield from self._key(emit)
+            is_fresh = yield from self._begin(stack, emit)
 
     def text(self) -> Reading[str]:
         """Read one value; return it."""
@@ -83,26 +83,26 @@ class JsonText:
         yield from self.value(parts.append)
         return "".join(parts)
 
-    def string(self, tell: Tell) -> Reading[None]:
+    def string(self, emit: Emit) -> Reading[None]:
         """Read a string, quotes included."""
         source = self.source
         if not (yield from source.accepts('"')):
             raise Malformed("a string is missing where one has to be")
-        tell('"')
+        emit('"')
         while True:
-            yield from source.run(_PLAIN, tell)
+            yield from source.run(_PLAIN, emit)
             char = yield from source.peek()
             if not char:
                 raise Malformed("the output ended inside a string")
             source.take(1)
             if char == '"':
-                tell(char)
+                emit(char)
                 return
             if char == "\\":
-                tell((yield from self._escape()))
+                emit((yield from self._escape()))
             else:
                 self.is_repaired = True
-                tell(json.dumps(char)[1:-1])
+                emit(json.dumps(char)[1:-1])
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return both."""
@@ -125,7 +125,7 @@ class JsonText:
             raise Malformed("a string has an escape that JSON has not")
         return f"\\{char}"
 
-    def _between(self, stack: list[str], is_fresh: bool, tell: Tell) -> Reading[str | None]:
+    def _between(self, stack: list[str], is_fresh: bool, emit: Emit) -> Reading[str | None]:
         """Read what stands before the next member and return it, or close brackets and return None."""
         closing = _CLOSING[stack[-1]]
         gap = yield from self.source.space()
@@ -141,7 +141,7 @@ class JsonText:
         if not char:
             raise Malformed("the output ended inside it")
         if char == closing:
-            tell(gap + self.source.take(1))
+            emit(gap + self.source.take(1))
             stack.pop()
             return None
         if is_fresh:
@@ -149,39 +149,39 @@ class JsonText:
         if not (yield from self.source.sees(*self.ends)):
             raise Malformed("it is no JSON: a comma or a closing bracket is missing")
         self.is_repaired = True
-        tell("".join(_CLOSING[opening] for opening in reversed(stack)))
+        emit("".join(_CLOSING[opening] for opening in reversed(stack)))
         stack.clear()
         return None
 
-    def _key(self, tell: Tell) -> Reading[None]:
-        yield from self.string(tell)
+    def _key(self, emit: Emit) -> Reading[None]:
+        yield from self.string(emit)
         gap = yield from self.source.space()
         if not (yield from self.source.accepts(":")):
             raise Malformed("it is no JSON: a key has no value")
-        tell(f"{gap}:")
-        yield from self.source.run(SPACES, tell)
+        emit(f"{gap}:")
+        yield from self.source.run(SPACES, emit)
 
-    def _begin(self, stack: list[str], tell: Tell) -> Reading[bool]:
+    def _begin(self, stack: list[str], emit: Emit) -> Reading[bool]:
         """Read a value that has no members, or the bracket that opens one; return whether it is a bracket."""
         char = yield from self.source.peek()
         if char and char in "{[":
             if len(stack) >= DEPTH_LIMIT:
                 raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
             stack.append(self.source.take(1))
-            tell(char)
+            emit(char)
             return True
         if char == '"':
-            yield from self.string(tell)
+            yield from self.string(emit)
         elif char and char in "-0123456789":
             number = yield from self.source.word(_NUMBER_LETTERS, limit=_WORD_LENGTH_LIMIT)
             if not _NUMBER.fullmatch(number):
                 raise Malformed("it has a number that JSON has not")
-            tell(number)
+            emit(number)
         else:
-            yield from self._literal(tell, char)
+            yield from self._literal(emit, char)
         return False
 
-    def _literal(self, tell: Tell, char: str) -> Reading[None]:
+    def _literal(self, emit: Emit, char: str) -> Reading[None]:
         if not char:
             raise Malformed("the output ended inside it")
         word = yield from self.source.word(_LETTERS, limit=_WORD_LENGTH_LIMIT)
@@ -190,7 +190,7 @@ class JsonText:
             raise Malformed(
                 "it has a value that JSON has not" if word else "it is no JSON: a value is missing"
             )
-        tell(known[word])
+        emit(known[word])
 
 
 @dataclasses.dataclass(slots=True)
@@ -204,7 +204,7 @@ class PythonText:
     source: TextSource
     is_repaired: bool = False
 
-    def value(self, tell: Tell, *, within: str, depth: int = 0) -> Reading[None]:
+    def value(self, emit: Emit, *, within: str, depth: int = 0) -> Reading[None]:
         """Read one value; `within` is the bracket it stands in."""
         if depth > DEPTH_LIMIT:
             raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
@@ -212,47 +212,47 @@ class PythonText:
         if not char:
             raise Malformed("the output ended inside it")
         if char in "\"'":
-            tell(quoted((yield from self._string(within))))
+            emit(quoted((yield from self._string(within))))
         elif char in _CLOSING:
-            yield from self._members(tell, depth)
+            yield from self._members(emit, depth)
         elif char in "-+.0123456789":
-            tell((yield from self._number()))
+            emit((yield from self._number()))
         else:
             word = yield from self.source.word(_PYTHON_LETTERS, limit=_WORD_LENGTH_LIMIT)
             known = _LITERALS | PYTHON_LITERALS
             if word not in known:
                 raise Malformed("it has a value that is no literal")
-            tell(known[word])
+            emit(known[word])
 
-    def _members(self, tell: Tell, depth: int) -> Reading[None]:
+    def _members(self, emit: Emit, depth: int) -> Reading[None]:
         source = self.source
         opening = source.take(1)
         closing = _CLOSING[opening]
-        tell("{" if opening == "{" else "[")
+        emit("{" if opening == "{" else "[")
         is_first = True
         while True:
             yield from source.space()
             if (yield from source.accepts(closing)):
-                tell("}" if opening == "{" else "]")
+                emit("}" if opening == "{" else "]")
                 return
-            tell("" if is_first else ", ")
+            emit("" if is_first else ", ")
             is_first = False
             if opening == "{":
-                yield from self._key(tell)
-            yield from self.value(tell, within=opening, depth=depth + 1)
+                yield from self._key(emit)
+            yield from self.value(emit, within=opening, depth=depth + 1)
             yield from source.space()
             if not (yield from source.accepts(",")) and not (yield from source.sees(closing)):
                 raise Malformed("a comma or a closing bracket is missing")
 
-    def _key(self, tell: Tell) -> Reading[None]:
+    def _key(self, emit: Emit) -> Reading[None]:
         char = yield from self.source.peek()
         if not char or char not in "\"'":
             raise Malformed("a key is no string")
-        tell(quoted((yield from self._string("{"))))
+        emit(quoted((yield from self._string("{"))))
         yield from self.source.space()
         if not (yield from self.source.accepts(":")):
             raise Malformed("a key has no value")
-        tell(": ")
+        emit(": ")
         yield from self.source.space()
 
     def _number(self) -> Reading[str]:
@@ -299,7 +299,7 @@ class PythonText:
                 return "".join(parts)
             else:
                 parts.append(quote)
-                source.give_back(quote * 2)
+                source.put_back(quote * 2)
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return what both mean."""

@@ -1,4 +1,4 @@
-"""Text source: a text that comes in pieces, for readers that wait for more where a piece ends too early.
+"""Text source: a text that comes in pieces, for readers that wait for the next piece where they need more.
 
 A reader is a generator that yields when it needs more text. What it decides depends on the text alone and
 never on how it was cut: no primitive here looks at what has come so far without asking for the rest first.
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
 """Yields where more text is needed; returns what was read."""
 
-_GIVEN_BACK_LIMIT = 1 << 20
+_PUT_BACK_LIMIT = 1 << 20
 """Characters that are read a second time, of one text."""
 
 SPACE = " \t\r\n"
@@ -26,16 +26,16 @@ class TextSource:
 
     def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
         self.rest = text
-        """What has come and was not read."""
+        """The text that has come and was not read."""
         self.has_ended = has_ended
         self.is_cut = False
-        """The end is not the model's: it would have gone on."""
+        """The output ended at a limit; the model would have gone on."""
         self.read_length = 0
         """Characters that were read."""
         self._record: list[str] | None = None
         self._recorded_length = 0
         self._record_limit = 0
-        self._given_back_length = 0
+        self._put_back_length = 0
 
     def push(self, text: str) -> None:
         """Add text."""
@@ -47,7 +47,7 @@ class TextSource:
         self.is_cut = is_cut
 
     def record(self, begun: str, *, limit: int) -> None:
-        """Keep what is read from here on, behind `begun`; raises TooLong where it becomes longer."""
+        """Record what is read from here on, behind `begun`; reading beyond `limit` raises TooLong."""
         self._record = [begun]
         self._recorded_length = len(begun)
         self._record_limit = limit
@@ -60,7 +60,7 @@ class TextSource:
         return text
 
     def stop_recording(self) -> None:
-        """Forget what was recorded, and keep no more."""
+        """Forget the record and stop."""
         self._record = None
 
     def take(self, length: int) -> str:
@@ -75,8 +75,7 @@ class TextSource:
         return taken
 
     def _take_some(self, length: int) -> str:
-        """As `take`, or the beginning of it for which there is room, so that where it gets too long does not
-        depend on the pieces that the text comes in."""
+        """As `take`, but only as much as can be recorded, so that the limit does not depend on the cuts."""
         if self._record is not None and 0 < self._room() < length:
             return self.take(self._room())
         return self.take(length)
@@ -84,8 +83,8 @@ class TextSource:
     def _room(self) -> int:
         return self._record_limit - self._recorded_length
 
-    def give_back(self, text: str) -> None:
-        """Put what was read last before the rest again."""
+    def put_back(self, text: str) -> None:
+        """Put text that was read last back before the rest."""
         self.rest = text + self.rest
         self.read_length -= len(text)
         if self._record is not None:
@@ -95,11 +94,11 @@ class TextSource:
             self._recorded_length -= len(text)
 
     def read_again(self, text: str) -> None:
-        """As `give_back`, for text of any length; raises TooLong where that was done too often."""
-        self._given_back_length += len(text)
-        if self._given_back_length > _GIVEN_BACK_LIMIT:
+        """As `put_back`, for text of any length; raises TooLong where that was done too often."""
+        self._put_back_length += len(text)
+        if self._put_back_length > _PUT_BACK_LIMIT:
             raise TooLong("it can be read in too many ways")
-        self.give_back(text)
+        self.put_back(text)
 
     def peek(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""
@@ -108,7 +107,7 @@ class TextSource:
         return self.rest[:1]
 
     def failure(self, why: str) -> Reading[Malformed]:
-        """Return what to raise where the text cannot go on: it ended, or `why`."""
+        """Return what to raise where reading cannot go on: the output ended, or `why`."""
         return Malformed(why if (yield from self.peek()) else "the output ended inside it")
 
     def space(self) -> Reading[str]:
@@ -117,12 +116,12 @@ class TextSource:
         yield from self.run(SPACES, found.append)
         return "".join(found)
 
-    def run(self, pattern: re.Pattern[str], tell: Callable[[str], None]) -> Reading[None]:
-        """Read as long as `pattern`, which matches single characters any number of times, goes on."""
+    def run(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Reading[None]:
+        """Read all that `pattern` matches: any number of characters of some kind."""
         while True:
             match = pattern.match(self.rest)
             if match is not None and match.end():
-                tell(self._take_some(match.end()))
+                emit(self._take_some(match.end()))
                 continue
             if self.rest or self.has_ended:
                 return
@@ -133,14 +132,14 @@ class TextSource:
         found: list[str] = []
         length = 0
 
-        def tell(part: str) -> None:
+        def emit(part: str) -> None:
             nonlocal length
             found.append(part)
             length += len(part)
             if length > limit:
                 raise TooLong(f"a name or number in it is longer than {limit} characters")
 
-        yield from self.run(pattern, tell)
+        yield from self.run(pattern, emit)
         return "".join(found)
 
     def ahead(self, pattern: Any) -> Reading[Any]:
@@ -169,8 +168,8 @@ class TextSource:
         self.take(len(found))
         return found
 
-    def until(self, markers: Sequence[str], tell: Callable[[str], None]) -> Reading[str]:
-        """Hand on all text before the first marker; read and return the marker, "" at the end."""
+    def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
+        """Emit all text before the first marker; read and return the marker, "" at the end."""
         while True:
             place, marker = self._first(markers)
             held = len(self.rest) if self.has_ended else self._held(markers)
@@ -178,14 +177,14 @@ class TextSource:
             if is_found and not place:
                 return self.take(len(marker))
             if is_found or (held and not marker):
-                tell(self._take_some(place if is_found else held))
+                emit(self._take_some(place if is_found else held))
                 continue
             if self.has_ended:
                 return ""
             yield
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str]:
-        """Return where the first marker begins, and which it is: the longest of that place."""
+        """Return where the first marker begins, and which it is, the longest where several begin there."""
         best, found = len(self.rest) + 1, ""
         for marker in markers:
             place = self.rest.find(marker)
@@ -194,7 +193,7 @@ class TextSource:
         return best, found
 
     def _held(self, markers: Sequence[str]) -> int:
-        """Return where the first marker may begin whose end has not come."""
+        """Return where a marker may begin whose end has not come."""
         longest = max(map(len, markers), default=0)
         firsts = {marker[0] for marker in markers}
         for start in range(max(0, len(self.rest) - longest + 1), len(self.rest)):
@@ -206,15 +205,15 @@ class TextSource:
 
 
 class Malformed(Exception):
-    """A text that is no tool call; the message says why, in words."""
+    """A text that is no tool call; the message says why."""
 
 
 class TooLong(Malformed):
-    """A text that goes on for longer than is read."""
+    """A text longer than the limit."""
 
 
 def read_whole(reading: Reading[Result]) -> Result:
-    """Return what a reading of a source that has ended gives."""
+    """Return the result of reading a source that has ended."""
     try:
         while True:
             next(reading)

@@ -76,7 +76,7 @@ def test_what_was_read_can_be_given_back() -> None:
     source = TextSource("abc", has_ended=True)
     source.record("", limit=10)
     assert source.take(2) == "ab"
-    source.give_back("b")
+    source.put_back("b")
     assert (source.rest, source.read_length, source.recorded()) == ("bc", 1, "a")
 
 
