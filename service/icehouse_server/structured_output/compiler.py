@@ -1,4 +1,4 @@
-"""Grammar compiler of the forms that callers ask for. Off the inference thread and the event loop.
+"""Grammar compiler for the response formats that callers ask for. Not on the inference thread or event loop.
 
 Everything here but reading the vocabulary releases Python's global lock. llguidance descends
 recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
@@ -64,7 +64,7 @@ _FIELDS: dict[type[ResponseFormat], str] = {
 
 
 class VocabularySource(Protocol):
-    """What is wanted of a tokenizer."""
+    """What the compiler needs of a tokenizer."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -76,12 +76,12 @@ class VocabularySource(Protocol):
 
 
 def stack_bytes(form_bytes: int) -> int:
-    """Return the stack that compiling takes."""
+    """Return the stack that compiling a form of this length needs."""
     return max(_LEAST_STACK_BYTES, form_bytes * STACK_BYTES_PER_BYTE)
 
 
 class GrammarCompiler:
-    """Forms to grammars over one model's vocabulary; remembers the ones used last.
+    """Compiles forms to grammars over one model's vocabulary; the grammars used last are cached.
 
     Any number of threads may use it. With `trials`, one for each thread that may compile at once, a form
     that is not remembered is tried in another process first.
@@ -103,7 +103,7 @@ class GrammarCompiler:
         self._kept_count = kept_count
         self._kept: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        """Guards what is remembered, for an instant each time: the event loop asks too."""
+        """Guards the cache. Held for an instant only, because the event loop asks too."""
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
@@ -120,7 +120,7 @@ class GrammarCompiler:
         self._read_vocabulary()
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
-        """Return the grammar of a form. Raises InvalidRequest that tells the place of the mistake."""
+        """Return the grammar of a form; raises InvalidRequest with the place of the mistake."""
         if (kept := self.kept(form)) is not None:
             return kept
         self.prepare()
@@ -133,7 +133,7 @@ class GrammarCompiler:
         return compiled
 
     def kept(self, form: ResponseFormat) -> CompiledGrammar | None:
-        """Return the grammar of a form that is remembered."""
+        """Return the cached grammar of a form."""
         with self._lock:
             kept = self._kept.get(form)
             if kept is not None:
@@ -256,7 +256,7 @@ def _read_schema(schema: str) -> Any:
 
 
 def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: str) -> None:
-    """Compute the first mask, which also warms the lexer, and refuse what cannot begin."""
+    """Compute the first mask, which also warms the lexer; refuse a grammar that no text can begin."""
     allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     allowed[end_token_ids] = 0
     if not matcher.is_error() and allowed.any():
@@ -323,7 +323,7 @@ def _check_divisors(numbers: Iterator[str], *, field: str) -> None:
 
 
 def _states(number: str) -> float:
-    """Return a number's digits without its decimal point; what is no number costs nothing."""
+    """Return a number's digits without its decimal point; 0 for what is no number."""
     try:
         value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise where that overflows
     except decimal.InvalidOperation:

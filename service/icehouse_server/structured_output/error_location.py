@@ -23,10 +23,10 @@ _REGEX_INDENT = 4
 """Spaces that regex-syntax puts before the pattern it shows."""
 _DETAIL_LENGTH_LIMIT = 240
 _PROBE_BYTES = 1 << 20
-"""How much text of parts of a schema to ask about; 1 MiB takes 2 s."""
+"""Text that is compiled to find the faulty part; 1 MiB takes 2 s."""
 
 _SHARED = frozenset({"$ref", "$defs", "definitions"})
-"""What a part has in common with others."""
+"""Keywords that a part shares with others."""
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
@@ -56,7 +56,7 @@ def regex_mistake(message: str) -> Mistake:
 
 
 def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
-    """Return the JSON pointer of the smallest part of which `complain` says the same as of the whole.
+    """Return the mistake at the smallest part for which `complain` says the same as for the whole.
 
     Parts are asked about without what they refer to; a mistake that no part has by itself is the whole's.
     """
@@ -84,7 +84,7 @@ def schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str])
 
 
 def _without_definition(message: str) -> str:
-    """Return a message without the definition that llguidance was at, which is named by the server."""
+    """Return a message without the name of the definition that llguidance was at: the server made it up."""
     return message.partition(_DEFINITION)[0]
 
 
@@ -113,7 +113,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _without_references(schema: Any) -> Any:
-    """Return a schema as if all that it refers to were allowed."""
+    """Return a schema without its references, as if they allowed everything."""
     if isinstance(schema, list):
         return [_without_references(each) for each in schema]
     if not isinstance(schema, Mapping):

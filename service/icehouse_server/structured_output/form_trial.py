@@ -33,13 +33,13 @@ MEMORY_BYTES = 384 << 20
 _START_TIMEOUT_S = 60.0
 """Reading a vocabulary of 262,144 tokens takes two seconds on one x86 core."""
 _WALL_FACTOR = 4
-"""How many seconds one of processor time may last on a busy machine."""
+"""Seconds that one second of processor time may take on a busy machine."""
 _HEAD = struct.Struct(">I")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """The vocabulary, as the process is told it first."""
+    """The vocabulary, which the process is sent first."""
 
     text: str
     vocabulary_size: int
@@ -60,7 +60,7 @@ class TrialLimits:
 
 
 class TrialProcess:
-    """Tells whether forms can be compiled within limits. One thread at a time uses it; any may call `close`."""
+    """Tries forms in a process with limits. One thread at a time uses it; any may call `close`."""
 
     def __init__(self, setup: TrialSetup, limits: TrialLimits) -> None:
         self._setup = setup
@@ -149,8 +149,8 @@ class TrialProcess:
 
 
 def command() -> list[str]:
-    """Return what starts a process whose modules come from where this one's do, and never from the working
-    directory (-P)."""
+    """Return the command of a process that imports from the same places as this one, and never from the
+    working directory (-P)."""
     return [sys.executable, "-P", "-c", _MAIN, *filter(None, sys.path)]
 
 

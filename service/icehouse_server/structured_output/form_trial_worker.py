@@ -72,7 +72,7 @@ def _answer(compiler: GrammarCompiler, data: bytes) -> dict[str, object]:
 
 
 def _bound_time(cpu_s: int) -> None:
-    """Let the system end this process after so many more seconds of processor time."""
+    """Have the system end this process after so many more seconds of processor time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_s = int(usage.ru_utime + usage.ru_stime)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -80,7 +80,7 @@ def _bound_time(cpu_s: int) -> None:
 
 
 def _bound_memory(memory_bytes: int) -> None:
-    """Let no more than this be allocated from now on, where the system can tell what there is already."""
+    """Limit what is allocated from now on, where the system says how much there is already."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         # macOS keeps no such limit; there the time bounds what can be filled.

@@ -24,7 +24,7 @@ Pieces = Callable[[str], Iterable[int | str]]
 """Cuts a text into the special tokens it spells and the text between them."""
 
 UNENFORCED_LIMIT = 32
-"""Most keywords to tell of."""
+"""Most keywords that are listed."""
 _PLACE_LENGTH = 256
 _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
@@ -56,7 +56,7 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
 
 
 def unenforced(form: ResponseFormat) -> tuple[str, ...]:
-    """Return the keywords of a form's schemas that outputs are not held to, by their JSON pointers.
+    """Return the keywords of a form's schemas that are not enforced, by their JSON pointers.
 
     Those of a tool's schema follow the field it is in. Only the first ones are told.
     """
@@ -74,7 +74,7 @@ def unenforced(form: ResponseFormat) -> tuple[str, ...]:
 
 
 def _held(schema: str, *, is_compact: bool = False) -> str:
-    """Return a schema's text as llguidance takes it, with the white space that an output may have."""
+    """Return a schema for llguidance, with the white space that an output may have."""
     options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
     return json.dumps({**rewritten(json.loads(schema)).schema, _OPTIONS_KEY: options}, allow_nan=False)
 
@@ -98,7 +98,7 @@ def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
 
 
 def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
-    """Return the grammar of text in which tags may come, wherever the trigger does.
+    """Return the grammar of text in which a tag begins wherever the trigger does.
 
     As llguidance's structural tags have it: of two lexemes that match, the lazy one counts.
     """

@@ -1,4 +1,4 @@
-"""Matcher: outputs kept inside a grammar by llguidance, which tokens may follow, when one is complete.
+"""Matcher: holds outputs to a grammar with llguidance: which tokens may follow, and when one is complete.
 
 A compiled grammar is made on another thread and never changes. What is started from it belongs to
 one sequence and is used on the inference thread alone; no mlx here.
@@ -30,7 +30,7 @@ class CompiledGrammar:
     executor: LLExecutor
     vocabulary_size: int
     unenforced: tuple[str, ...] = ()
-    """Keywords of its schemas that outputs are not held to, by their JSON pointers."""
+    """Keywords of its schemas that are not enforced, by their JSON pointers."""
 
     def start(self) -> MatcherConstraint:
         """Return a constraint at the beginning of an output; copying takes some 40 microseconds."""
@@ -66,13 +66,13 @@ class MatcherConstraint:
         return fill_masks([self])[0]
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token; what is drawn after the end changes nothing."""
+        """Take the next token; tokens after the end change nothing."""
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token_id)
             self.note_failure()
 
     def note_failure(self) -> None:
-        """Look whether the last call ended the matcher otherwise than by a complete output.
+        """Note an error where the last call ended the matcher without a complete output.
 
         In that state llguidance allows the end tokens, so an unfinished output would look finished.
         """

@@ -11,7 +11,7 @@ from typing import Any
 from icehouse_server.structured_output.schema.references import References
 
 _STEP_LIMIT = 20_000
-"""Most comparisons, which is a second; beyond, alternatives count as overlapping."""
+"""Most comparisons, which take a second; beyond that, alternatives count as overlapping."""
 _DEPTH_LIMIT = 8
 _ANNOTATIONS = frozenset({"$ref", "allOf", "title", "description", "default"})
 _NAMING = frozenset({"patternProperties", "propertyNames", "unevaluatedProperties", "anyOf", "oneOf"})
@@ -21,12 +21,12 @@ _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchemaPart:
-    """A schema of the document, and where it is."""
+    """A schema of the document, and its JSON pointer."""
 
     schema: Any
     place: str
     outer_names: frozenset[str] | None = frozenset()
-    """Properties that its objects may have in the grammar beside their own; None where they may have any."""
+    """Properties that the grammar lets its objects have beside their own; None for any."""
 
     def options(self, key: str) -> list[SchemaPart]:
         """Return the alternatives under a keyword; none where it is absent."""
@@ -43,13 +43,13 @@ class Alternatives:
         self._step_count = 0
 
     def exclude_each_other(self, parts: list[SchemaPart]) -> bool:
-        """Return whether what a grammar makes of one of them is never valid for another."""
+        """Return whether no value that a grammar allows for one of them is valid for another."""
         if self._have_tags(parts):
             return True
         return all(self._excludes(one, other, 0) for one, other in itertools.permutations(parts, 2))
 
     def _have_tags(self, parts: list[SchemaPart]) -> bool:
-        """Return whether one required property tells all of them apart: the usual case, and soon found."""
+        """Return whether one required property distinguishes them all: the usual case, and soon found."""
         tags = [
             {
                 name: values
@@ -67,7 +67,7 @@ class Alternatives:
         )
 
     def _excludes(self, made: SchemaPart, other: SchemaPart, depth: int) -> bool:
-        """Return whether what a grammar makes of a part is never valid for another."""
+        """Return whether no value that a grammar allows for `made` is valid for `other`."""
         self._step_count += 1
         if self._step_count > _STEP_LIMIT or depth > _DEPTH_LIMIT:
             return False
@@ -88,7 +88,7 @@ class Alternatives:
         )
 
     def _facets(self, part: SchemaPart) -> Iterator[SchemaPart]:
-        """Yield what a value must match, all of it, as far as `$ref` and `allOf` say."""
+        """Yield all schemas that a value must match because of `$ref` and `allOf`."""
         remaining, seen = [part], set()
         while remaining:
             part = remaining.pop()
@@ -162,7 +162,7 @@ def _required(part: SchemaPart) -> list[str]:
 
 
 def _lacks(part: SchemaPart, name: str) -> bool:
-    """Return whether a part is an object that never has a property, as the grammar makes it."""
+    """Return whether the grammar never gives this object the property."""
     said = part.schema
     if _types(part) != {"object"} or "properties" not in said or set(said) & _NAMING:
         return False

@@ -16,7 +16,7 @@ from icehouse_server.structured_output.schema.references import References, Unus
 GRAMMAR_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats that llguidance keeps to."""
+"""Formats that llguidance enforces."""
 
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -35,7 +35,7 @@ FORMAT_PATTERNS = {
     "ipv4network": _NETWORK,
     "ipv4interface": _NETWORK,
 }
-"""Further formats of pydantic's whose shape is a pattern."""
+"""More formats of pydantic, written as patterns."""
 
 NAME_PATTERNS = {
     **{name: pattern for name, pattern in FORMAT_PATTERNS.items() if name.startswith("uuid")},
@@ -43,7 +43,7 @@ NAME_PATTERNS = {
     "date": rf"^[0-9]{{4}}-(?:0[1-9]|1[0-2])-{_DAY}$",
     "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
 }
-"""Formats of property names: llguidance holds names to patterns only."""
+"""Formats of property names, for which llguidance knows patterns only."""
 
 _SECONDS = r"\d+(?:[.,]\d+)?S"
 _TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
@@ -79,7 +79,7 @@ _LOOK_AHEAD = _LOOK_AROUND[0]
 
 
 def without_look_around(pattern: str) -> tuple[str, ...] | None:
-    """Return patterns that together match what this one does; None where it looks around in another way."""
+    """Return patterns that together match the same; None for look-around of another kind."""
     if not _looks_around(pattern):
         return (pattern,)
     known = _KNOWN.get(pattern) or _email(pattern)
@@ -121,7 +121,7 @@ def _decimal(rest: str) -> tuple[str, ...] | None:
 
 
 def _split(pattern: str) -> tuple[str, ...] | None:
-    """Return what a pattern that begins with `^(?=…)(?=…)` wants ahead, each by itself, and the rest."""
+    """Return the parts of a pattern that begins with `^(?=…)(?=…)`: each look-ahead, then the rest."""
     if not pattern.startswith("^"):
         return None
     rest, parts = pattern[1:], []
@@ -138,7 +138,7 @@ def _split(pattern: str) -> tuple[str, ...] | None:
 
 
 def _depths(pattern: str) -> list[tuple[int, str, int]]:
-    """Return the place of each parenthesis and bar that means one, itself, and the depth it stands at."""
+    """Return each parenthesis and bar that is no literal: its index, itself and its depth."""
     found: list[tuple[int, str, int]] = []
     depth, in_class, is_escaped = 0, False, False
     for index, character in enumerate(pattern):
@@ -155,7 +155,7 @@ def _depths(pattern: str) -> list[tuple[int, str, int]]:
 
 
 def _group_end(pattern: str) -> int | None:
-    """Return where the group closes that a pattern begins with."""
+    """Return the index at which the first group of a pattern closes."""
     return next(
         (index for index, character, depth in _depths(pattern) if character == ")" and not depth), None
     )
@@ -174,14 +174,14 @@ def _has_alternatives(pattern: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names:
-    """Names that are allowed."""
+    """Property names that are allowed."""
 
     texts: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     are_any: bool = False
     """Whether all others are allowed too."""
     unenforced: tuple[str, ...] = ()
-    """Keywords that names are not held to, by their JSON pointers."""
+    """Keywords that are not enforced, by their JSON pointers."""
 
 
 def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names:

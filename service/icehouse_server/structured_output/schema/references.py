@@ -19,7 +19,7 @@ class Mistake(ValueError):
 
 
 class UnusableSchema(Mistake):
-    """A schema that cannot be kept to: what is wrong with it, and at which JSON pointer."""
+    """A schema that cannot be enforced: what is wrong with it, and at which JSON pointer."""
 
     def __init__(self, detail: str, place: str) -> None:
         super().__init__(detail, place or "/")
@@ -83,7 +83,7 @@ def escaped(name: str) -> str:
 
 
 def _key(part: Any, step: str) -> str | int | None:
-    """Return the key that a step of a pointer names: not all libraries encode it as RFC 6901 says."""
+    """Return the key that a step of a pointer names; not all libraries encode it as RFC 6901 says."""
     if isinstance(part, list):
         return int(step) if step.isascii() and step.isdecimal() and int(step) < len(part) else None
     if not isinstance(part, Mapping):
