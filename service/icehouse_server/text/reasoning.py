@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.text.replies.reply_calls import ReplyCalls
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.replies.reply_format import ReplyFormat
 from icehouse_server.text.values.text_source import TextSource
 

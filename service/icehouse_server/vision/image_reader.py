@@ -1,4 +1,4 @@
-"""Image reader of one model: from what callers sent to what the model takes. Any thread."""
+"""Image reader of one model: from images as callers sent them to the model's inputs. Any thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, places
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Decodes images and has the model's processor make of them what it needs."""
+    """Decodes images and prepares them with the model's processor."""
 
     processor: ImageProcessor
     limits: ImageLimits
@@ -36,8 +36,8 @@ class ImageReader:
         return PromptImages(self, sources)
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
-        """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest,
-        which names what is at fault."""
+        """Return the spans of images that somebody else has prepared; raises InvalidRequest, which names the
+        fault."""
         check_bytes(sent, self.limits)
         places = places_of(token_ids, sent, image_token_id=self.image_token_id)
         images = self.processor.take(SentTensors(sent, places, self.limits))
@@ -57,11 +57,11 @@ class PromptImages:
         self._prepared: list[PreparedImage] = []
         self._size_bytes = 0
         self.pixel_bytes = tuple(decoding_bytes(source, reader.limits) for source in sources)
-        """The memory that decoding takes, of each, by its header."""
+        """Bytes of memory that decoding each image takes, by its header."""
 
     def read_next(self) -> int:
-        """Decode and prepare the next one and return its bytes as the model takes them; raises
-        InvalidRequest, which names it."""
+        """Decode and prepare the next image and return the bytes of its tensors; raises InvalidRequest, which
+        names the image."""
         source = self._sources[len(self._prepared)]
         prepared = self._prepare(source)
         self._size_bytes += prepared.image.size_bytes
@@ -71,16 +71,16 @@ class PromptImages:
 
     @property
     def texts(self) -> ImageTexts:
-        """What stands for each of them in the prompt."""
+        """The texts that stand for the images in the prompt."""
         return ImageTexts(self._reader.processor.mark, tuple(each.text for each in self._prepared))
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        """Return where the images are in a prompt's tokens; raises InvalidRequest where texts have marks."""
         images = [each.image for each in self._prepared]
         return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
 
     def _check_size(self, source: ImageSource, size_bytes: int) -> None:
-        """Refuse images that take more memory than a request is ever given; the next is not even decoded."""
+        """Refuse images that together take more memory than a request is ever given."""
         limit = self._reader.limits.prepared_bytes
         if size_bytes > limit:
             raise InvalidRequest(
@@ -109,7 +109,7 @@ class PromptImages:
 def spans_of(
     token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
 ) -> tuple[ImageSpan, ...]:
-    """Return where images stand in a prompt, each from its first token that the tower makes to its last.
+    """Return where images stand in a prompt, each from its first image token to its last.
 
     Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
     `_check_end` does.
@@ -134,7 +134,7 @@ def spans_of(
 
 
 def _check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
-    """Refuse a prompt that ends in what must be run in one pass: a prompt's last token is run by itself."""
+    """Refuse a prompt that ends in an image which must run in one pass: a prompt's last token runs alone."""
     if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
         raise InvalidRequest(
             reason,

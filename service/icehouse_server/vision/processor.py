@@ -1,4 +1,4 @@
-"""Image processor of one model: decoded images to tensors and to the text that stands for them in a prompt.
+"""Image processor of one model: decoded images to tensors and to the text that stands for them.
 
 The tensors are made by the model's own processor, as transformers has it for Pillow and numpy: torch is not
 needed. What identifies an image is made of them: two files with equal pixels are one image. Any thread.
@@ -34,11 +34,11 @@ _ROW_TYPES: Final = frozenset({"pixtral", "mistral3"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
 _LOW_TOKENS: Final = 256
-"""Of an image at the low level, where a model takes more for a larger one: about 450 x 450 pixels."""
+"""Most tokens of an image at low detail, which are about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
 _EMPTY_TILE: Final = "has a tile of zeros, which the model's code takes for none at all"
-"""It drops such tiles, and fails where none is left or the tokens outnumber the rest."""
+"""The model drops such tiles; it fails where none is left or there are tokens for more of them."""
 _CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
 _DEFAULT_IMAGE_SIZE: Final = 336
@@ -55,24 +55,23 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """A model's own. `inner` is its library's, `fingerprint` what else decides on the tensors."""
+    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well."""
 
     mark = "<image>"
-    """What the chat template writes where an image stands, and what its tokens are spelled."""
+    """What the chat template writes for an image; its tokens are spelled the same."""
 
     def __init__(self, inner: Any, fingerprint: bytes) -> None:
         self._inner = inner
         self._fingerprint = fingerprint
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        """Return the tensors and the text of one image. Raises what its library does for one that it cannot
-        take."""
+        """Return the tensors and the text of one image. Raises whatever transformers raises for an image that
+        it cannot prepare."""
         raise NotImplementedError
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Return images that somebody else has prepared: `prepare`'s own, where the tensors are bit for bit
-        those. Raises InvalidRequest for tensors of another kind, or of others than the tokens that stand
-        for them."""
+        """Return images that somebody else has prepared: for equal tensors the same that `prepare` returns.
+        Raises InvalidRequest for tensors that do not fit the model, or not the tokens in the prompt."""
         raise NotImplementedError
 
     def _input(
@@ -121,7 +120,7 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
 
 
 class TileProcessor(ImageProcessor):
-    """Of SmolVLM and Idefics3: an image is cut into tiles, each so many tokens, and shown once more whole."""
+    """SmolVLM and Idefics3: an image is tiles of equally many tokens, with the whole image behind them."""
 
     def __init__(self, inner: Any, fingerprint: bytes, *, tile_token_count: int) -> None:
         super().__init__(inner, fingerprint)
@@ -176,8 +175,7 @@ class TileProcessor(ImageProcessor):
 
 
 class GridProcessor(ImageProcessor):
-    """Of Qwen2.5-VL and Qwen3-VL: an image is a grid of patches, so many of which side by side become one
-    token."""
+    """Qwen2.5-VL and Qwen3-VL: an image is a grid of patches; a square of them becomes one token."""
 
     mark = "<|image_pad|>"
 
@@ -216,7 +214,7 @@ class GridProcessor(ImageProcessor):
         return self._input(math.prod(grid), grid=grid, image_grid_thw=grids, pixel_values=pixels)
 
     def _size(self, detail: ImageDetail) -> Mapping[str, Any]:
-        """Return what of the processor's own size is replaced; pixels in all, as it names them."""
+        """Return the size that replaces the processor's own, in pixels of the whole image."""
         if detail is not ImageDetail.LOW:
             return {}
         size = self._inner.size
@@ -226,7 +224,7 @@ class GridProcessor(ImageProcessor):
 
 
 class WholeProcessor(ImageProcessor):
-    """Of Gemma 3: every image is scaled to one size and is so many tokens, each of which sees all of it."""
+    """Gemma 3: every image is scaled to one size; each of its tokens attends to all of them."""
 
     mark = "<start_of_image>"
 
@@ -255,7 +253,7 @@ class WholeProcessor(ImageProcessor):
 
 
 class ViewProcessor(ImageProcessor):
-    """Of LFM2-VL: a large image is tiles and all of it once more, a small one is that alone."""
+    """LFM2-VL: a large image is tiles and the whole image, a small one the whole alone."""
 
     def __init__(self, settings: ViewSettings, fingerprint: bytes) -> None:
         super().__init__(None, fingerprint)
@@ -320,7 +318,7 @@ class RowSettings:
     merge_size: int
     """Patches of a token's side."""
     image_size: int
-    """Pixels of the largest image's side whose patches' places the tower knows."""
+    """Pixels of the longest side for which the tower has positions."""
     mark: str
     row_break: str
     """Between two rows."""
@@ -352,8 +350,8 @@ class RowSettings:
 
 
 class RowProcessor(ImageProcessor):
-    """Of Pixtral and Mistral 3: an image keeps its shape and is rows of tokens, as many as it has room for,
-    with a token of text behind each row."""
+    """Pixtral and Mistral 3: an image keeps its shape and becomes rows of tokens, with a token of text behind
+    each row."""
 
     def __init__(self, inner: Any, fingerprint: bytes, settings: RowSettings) -> None:
         super().__init__(inner, fingerprint)
@@ -378,8 +376,7 @@ class RowProcessor(ImageProcessor):
         return PreparedImage(self._image(sizes, made[PIXELS]), text)
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [images, 3, height, width], of which `image_sizes` tells how much is each image's; all is,
-        without it."""
+        """Take [images, 3, height, width]; `image_sizes` says how much each image fills, by default all."""
         settings = self._settings
         sent.expect(PIXELS, optional=("image_sizes",))
         _, _, height, width = sent.shape(PIXELS, sent.count, _CHANNELS, None, None)
@@ -409,8 +406,8 @@ class RowProcessor(ImageProcessor):
         return self._input(height * width, image_sizes=sizes, pixel_values=pixels)
 
     def _low_size(self, image: Image.Image, unit: int) -> Mapping[str, Any]:
-        """Return what of the processor's own size is replaced: the longest side, in pixels, with which the
-        image is few enough tokens of `unit` pixels each way, in the shape that it has."""
+        """Return the size that replaces the processor's own: the longest side, in pixels, that comes to few
+        enough tokens of `unit` x `unit` pixels."""
         long, short = max(image.size), min(image.size)
         if -(-long // unit) * -(-short // unit) <= _LOW_TOKENS:
             return {}

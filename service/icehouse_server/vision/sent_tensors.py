@@ -26,7 +26,7 @@ what a tower computes."""
 _NUMPY: Final = {"F32": np.float32, "I64": np.int64, "U32": np.uint32, "U8": np.uint8}
 _INTEGERS: Final = frozenset({"I64", "U32", "U8"})
 _LONGEST_GAP: Final = 16
-"""Tokens of text between two tokens of one image: what families write there takes fewer."""
+"""Most tokens of text between two tokens of one image; every family writes fewer."""
 _LARGEST_INTEGER: Final = 1 << 31
 
 Pixels = npt.NDArray[np.float32]
@@ -40,11 +40,11 @@ class ImagePlace:
     start: int
     stop: int
     runs: tuple[int, ...]
-    """How many image tokens stand side by side, between text."""
+    """Lengths of the runs of image tokens between text."""
 
 
 def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImagePlace]:
-    """Return where images stand; raises InvalidRequest where the prompt's tokens say otherwise."""
+    """Return the images' places; raises InvalidRequest where the prompt's tokens do not agree."""
     if sent.token_id not in (None, image_token_id):
         raise _invalid(
             sent.token_field, f"is {sent.token_id}; the image token of this model is {image_token_id}"
@@ -96,7 +96,7 @@ class SentTensors:
         return self._places[index].runs
 
     def expect(self, *names: str, optional: Sequence[str] = ()) -> None:
-        """Refuse tensors besides these, and the lack of one that is not optional."""
+        """Refuse other tensors than these, and a missing one that is not optional."""
         for each in self._tensors.values():
             if each.tensor.name not in (*names, *optional):
                 known = ", ".join((*names, *optional))
@@ -112,7 +112,7 @@ class SentTensors:
         return name in self._tensors
 
     def shape(self, name: str, *shape: int | None) -> tuple[int, ...]:
-        """Return the shape of a tensor, which must be this one; None stands for any number from 1 on."""
+        """Return the shape of a tensor, which must fit this one; None stands for any size from 1."""
         told = self._tensors[name].tensor.shape
         fits = len(told) == len(shape) and all(
             size >= 1 and wanted in (None, size) for size, wanted in zip(told, shape, strict=True)
@@ -123,7 +123,7 @@ class SentTensors:
         return told
 
     def pixels(self, *shape: int | None) -> Pixels:
-        """Return the pixels, of this shape, each of them a number that an image may have."""
+        """Return the pixels, which must have this shape and values that images can have."""
         self.shape(PIXELS, *shape)
         tensor = self._tensors[PIXELS].tensor
         if tensor.dtype != "F32":
@@ -138,12 +138,12 @@ class SentTensors:
         return pixels
 
     def flags(self, name: str, *shape: int | None) -> npt.NDArray[np.bool_]:
-        """Return what is true where a number is not 0."""
+        """Return a mask that is true where a number is not 0."""
         flags: npt.NDArray[np.bool_] = self._whole_numbers(name, *shape) != 0
         return flags
 
     def integers(self, name: str, *shape: int | None) -> Integers:
-        """Return numbers from 0 on that fit 31 bits."""
+        """Return integers, which must be from 0 to 2**31 - 1."""
         numbers: Integers = self._whole_numbers(name, *shape).astype(np.int64)
         if numbers.min() < 0 or numbers.max() >= _LARGEST_INTEGER:
             self.refuse(name, f"has a number that is not from 0 to {_LARGEST_INTEGER - 1}")
@@ -157,7 +157,7 @@ class SentTensors:
         return _array(tensor)
 
     def check_runs(self, index: int, runs: Sequence[int]) -> None:
-        """Refuse an image whose tokens are others than what its tensors make."""
+        """Refuse an image with other tokens than its tensors make."""
         told = self.runs(index)
         if told != tuple(runs):
             raise _invalid(

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.replies.notation import Notation
-from icehouse_server.text.replies.reply_calls import ReplyCalls
 from icehouse_server.text.values.literals import JsonText
 from icehouse_server.text.values.text_source import SPACE, Malformed, Reading, TextSource, TooLong
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from icehouse_server.text.replies.reply_calls import ReplyCalls
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.values.text_source import Reading, TextSource
 
 

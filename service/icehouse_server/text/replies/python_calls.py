@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import regex
 
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.replies.notation import Notation
-from icehouse_server.text.replies.reply_calls import ReplyCalls
 from icehouse_server.text.values.literals import DEPTH_LIMIT, Emit, JsonText, PythonText, quoted
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 

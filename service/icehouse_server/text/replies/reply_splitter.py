@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import CallPiece, Piece, ReasoningPiece, TextPiece
-from icehouse_server.text.replies.reply_calls import CheckedCalls
+from icehouse_server.text.replies.checked_calls import CheckedCalls
 from icehouse_server.text.replies.reply_format import ReplyFormat
 from icehouse_server.text.values.text_source import TextSource
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import regex
 
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.replies.notation import Notation
-from icehouse_server.text.replies.reply_calls import ReplyCalls
 from icehouse_server.text.values.arguments import Argument
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 

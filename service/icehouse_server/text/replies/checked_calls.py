@@ -1,4 +1,4 @@
-"""Reply calls: tool calls on their way from a notation to pieces, checked before they count.
+"""Checked calls: tool calls on their way from a notation to pieces, checked before they count.
 
 A notation reports a call while it reads it. At its end the call is checked: its tool must be on offer, and
 its arguments must fit the schema. A call that fails is withdrawn, and its text is emitted as malformed.
