@@ -7,13 +7,12 @@ its arguments must fit the schema. A call that fails is withdrawn, and its text 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece
 from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly, as_object
-from icehouse_server.text.values.literals import strict
+from icehouse_server.text.values.literals import sendable, strict
 from icehouse_server.text.values.text_source import TextSource
 
 SECTION_LENGTH_LIMIT = 1 << 18
@@ -130,7 +129,7 @@ class CheckedCalls(ReplyCalls):
         if not own_id or own_id in self._ids:
             own_id = self._make_id(self._next_index)
         self._ids.add(own_id)
-        self._emit(CallPiece(self._next_index, id=_sendable(own_id), name=name))
+        self._emit(CallPiece(self._next_index, id=sendable(own_id), name=name))
 
     def add_arguments(self, text: str) -> None:
         assert self._open is not None, "arguments of no call"
@@ -138,7 +137,7 @@ class CheckedCalls(ReplyCalls):
             return
         self._open.arguments.append(text)
         if self._open.is_emitted:
-            self._emit(CallPiece(self._next_index, arguments_json=_sendable(text)))
+            self._emit(CallPiece(self._next_index, arguments_json=sendable(text)))
 
     def end_call(self, *, is_repaired: bool = False, problem: str = "") -> None:
         if self._open is None:
@@ -205,13 +204,3 @@ class CheckedCalls(ReplyCalls):
         if self._problem:
             self._emit(MalformedPiece(self._source.recorded(), self._problem))
         self._problem = ""
-
-
-def _sendable(text: str) -> str:
-    """Return text that UTF-8 can hold: JSON can escape half of a surrogate pair, and models do."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def decoded(string: str) -> str:
-    """Return what a JSON string says."""
-    return _sendable(str(json.loads(string)))

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import regex
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls, decoded
+from icehouse_server.text.replies.checked_calls import ReplyCalls
 from icehouse_server.text.replies.notation import Notation
-from icehouse_server.text.values.literals import JsonText, strict, tolerant
+from icehouse_server.text.values.literals import JsonText, decoded, strict, tolerant
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
 _NAMES = frozenset({"name", "tool_name", "function_name", "tool"})

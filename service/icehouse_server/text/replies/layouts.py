@@ -98,7 +98,8 @@ class MarkedReply:
             (sink.think if was_reasoning else sink.say)(marker)
             return
         sink.is_reasoning = False
-        is_good = yield from read_section(source, calls, notation, marker)
+        reading = notation.read(source, calls, marker)
+        is_good, _ = yield from _read_section(source, calls, marker, reading=reading, ends=notation.ends)
         sink.is_reasoning = was_reasoning and not is_good
 
 
@@ -124,7 +125,7 @@ class ChannelReply:
     """The recipient that stands for the user."""
 
     @property
-    def markers(self) -> Sequence[str]:
+    def markers(self) -> tuple[str, ...]:
         return (*self.message_ends, *self.header_starts)
 
     def opening(self, prompt: str) -> str:
@@ -146,7 +147,10 @@ class ChannelReply:
             name = None if call is None or call["name"] == self.said else str(call["name"])
             if name is not None and sink.calls is not None:
                 sink.is_reasoning = False
-                ending = yield from self._call(source, sink.calls, header, name)
+                reading = self._call(source, sink.calls, name)
+                _, ending = yield from _read_section(
+                    source, sink.calls, header, reading=reading, ends=self.markers
+                )
             else:
                 sink.is_reasoning = self.thought is not None and self.thought.search(header) is not None
                 if name is not None:
@@ -175,10 +179,11 @@ class ChannelReply:
         sections = () if self.notation is None or sink.calls is None else self.notation.starts
         emit = sink.think if sink.is_reasoning else sink.say
         while True:
-            marker = yield from source.until((*self.message_ends, *self.header_starts, *sections), emit)
+            marker = yield from source.until((*self.markers, *sections), emit)
             if marker in sections:
                 assert self.notation is not None and sink.calls is not None
-                yield from read_section(source, sink.calls, self.notation, marker)
+                reading = self.notation.read(source, sink.calls, marker)
+                yield from _read_section(source, sink.calls, marker, reading=reading, ends=self.notation.ends)
             elif marker in self.header_starts:
                 source.put_back(marker)
                 header = yield from self._header(source, sink)
@@ -191,46 +196,41 @@ class ChannelReply:
             else:
                 return marker
 
-    def _call(self, source: TextSource, calls: ReplyCalls, header: str, name: str) -> Reading[str]:
+    def _call(self, source: TextSource, calls: ReplyCalls, name: str) -> Reading[str]:
         """Read the arguments of a call; return what ended them."""
-        ends = (*self.message_ends, *self.header_starts)
-        ending = ""
-        calls.begin_section(header)
-        try:
-            calls.begin_call()
-            calls.name_tool(name)
-            text = JsonText(source, ends)
-            yield from source.space()
-            is_empty = bool((yield from source.sees(*ends)))
-            if is_empty:
-                calls.add_arguments("{}")
-            elif (yield from source.peek()) != "{":
-                raise Malformed("its arguments are no JSON object")
-            else:
-                yield from text.value(calls.add_arguments)
-            yield from source.space()
-            ending = yield from source.accepts(*ends)
-            if not ending and (yield from source.peek()):
-                raise Malformed("something follows the arguments")
-            calls.end_call(is_repaired=is_empty or text.is_repaired)
-            calls.end_section()
-        except Malformed as error:
-            if not isinstance(error, TooLong):
-                with contextlib.suppress(TooLong):
-                    ending = yield from source.until(ends, lambda _: None)
-            calls.end_section(problem=str(error))
+        calls.begin_call()
+        calls.name_tool(name)
+        text = JsonText(source, self.markers)
+        yield from source.space()
+        is_empty = bool((yield from source.sees(*self.markers)))
+        if is_empty:
+            calls.add_arguments("{}")
+        elif (yield from source.peek()) != "{":
+            raise Malformed("its arguments are no JSON object")
+        else:
+            yield from text.value(calls.add_arguments)
+        yield from source.space()
+        ending = yield from source.accepts(*self.markers)
+        if not ending and (yield from source.peek()):
+            raise Malformed("something follows the arguments")
+        calls.end_call(is_repaired=is_empty or text.is_repaired)
         return ending
 
 
-def read_section(source: TextSource, calls: ReplyCalls, notation: Notation, marker: str) -> Reading[bool]:
-    """Read a section of calls to its end, also a malformed one; return whether it could be read."""
+def _read_section(
+    source: TextSource, calls: ReplyCalls, marker: str, *, reading: Reading[str | None], ends: Sequence[str]
+) -> Reading[tuple[bool, str]]:
+    """Read a section of calls to its end; a malformed one goes on to one of `ends`.
+
+    Return whether it could be read, and what ended it: what `reading` returned, or the end that was found.
+    """
     calls.begin_section(marker)
     try:
-        yield from notation.read(source, calls, marker)
+        result = yield from reading
     except Malformed as error:
-        problem = str(error)
-        if notation.ends and not isinstance(error, TooLong):
+        ending = ""
+        if ends and not isinstance(error, TooLong):
             with contextlib.suppress(TooLong):
-                yield from source.until(notation.ends, lambda _: None)
-        return calls.end_section(problem=problem)
-    return calls.end_section()
+                ending = yield from source.until(ends, lambda _: None)
+        return calls.end_section(problem=str(error)), ending
+    return calls.end_section(), result or ""

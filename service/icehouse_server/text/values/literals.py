@@ -314,7 +314,7 @@ class PythonText:
             )
             if match is None or int(match[0], 16) > 0x10FFFF:
                 return f"\\{char}"
-            return chr(int(self.source.take(count), 16)).encode("utf-8", "replace").decode("utf-8")
+            return sendable(chr(int(self.source.take(count), 16)))
         return _PYTHON_ESCAPES.get(char, f"\\{char}")
 
 
@@ -360,3 +360,13 @@ def _whole(reader: JsonText | PythonText, reading: Reading[None], parts: Sequenc
 def quoted(text: str) -> str:
     """Return a string as JSON."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def sendable(text: str) -> str:
+    """Return text that UTF-8 can hold: JSON can escape half of a surrogate pair, and models do."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def decoded(string: str) -> str:
+    """Return what a JSON string says."""
+    return sendable(str(json.loads(string)))
