@@ -54,7 +54,7 @@ class JsonCalls(Notation):
         return bool(self.put_back_text) or (yield from source.ahead(_BEGUN)) is not None
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
-        is_odd = self.is_foreign
+        is_irregular = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
         source.put_back(self.put_back_text)
@@ -65,14 +65,16 @@ class JsonCalls(Notation):
             fence = yield from source.ahead(_FENCE)
             if fence is not None:
                 source.take(fence.end())
-                is_odd = True
+                is_irregular = True
                 continue
             char = yield from source.peek()
             if char == "[":
                 source.take(1)
-                count += yield from self._list(source, calls, is_odd=is_odd or not self.is_list)
+                count += yield from self._list(source, calls, is_irregular=is_irregular or not self.is_list)
             elif char == "{":
-                yield from self._object(source, calls, is_odd=is_odd or (count > 0 and bool(marker)))
+                yield from self._object(
+                    source, calls, is_irregular=is_irregular or (count > 0 and bool(marker))
+                )
                 count += 1
             elif char and char in ",;" and count:
                 source.take(1)
@@ -86,7 +88,7 @@ class JsonCalls(Notation):
         if not count:
             calls.end_call(problem="there is no call in it")
 
-    def _list(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[int]:
+    def _list(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[int]:
         count = 0
         while True:
             yield from source.space()
@@ -105,10 +107,10 @@ class JsonCalls(Notation):
                 return count
             if char != "{":
                 raise Malformed("it names no tool" if char == '"' else "it is no call in JSON")
-            yield from self._object(source, calls, is_odd=is_odd)
+            yield from self._object(source, calls, is_irregular=is_irregular)
             count += 1
 
-    def _object(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[None]:
+    def _object(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
         """Read one call and look at what follows it."""
         calls.begin_call()
         reader = _CallObject(JsonText(source, (*self.ends, "```")), calls, self)
@@ -119,9 +121,9 @@ class JsonCalls(Notation):
         if not is_closed and char and char not in "{[,;]`" and not (yield from source.sees(*self.starts)):
             raise Malformed("something follows the call")
         # What comes next is more of them, or the end of the section was forgotten.
-        is_odd = is_odd or not (is_closed or (char and char in "{[,;]`"))
+        is_irregular = is_irregular or not (is_closed or (char and char in "{[,;]`"))
         source.put_back(gap)
-        calls.end_call(is_repaired=is_odd or reader.is_odd, problem=reader.problem)
+        calls.end_call(is_repaired=is_irregular or reader.is_irregular, problem=reader.problem)
 
 
 class _CallObject:
@@ -138,12 +140,12 @@ class _CallObject:
         self._held: str | None = None
         """Arguments that came before the name."""
         self._has_arguments = False
-        self._is_odd = False
+        self._is_irregular = False
         self.problem = ""
 
     @property
-    def is_odd(self) -> bool:
-        return self._is_odd or self._text.is_repaired
+    def is_irregular(self) -> bool:
+        return self._is_irregular or self._text.is_repaired
 
     def read(self) -> Reading[None]:
         """Read the object and hand on the call, except for its end."""
@@ -169,7 +171,7 @@ class _CallObject:
                     raise Malformed("it is no JSON: a comma or a closing bracket is missing")
                 yield from source.space()
                 if (yield from source.accepts("}")):
-                    self._is_odd = True
+                    self._is_irregular = True
                     return
             is_first = False
             key: list[str] = []
@@ -191,7 +193,7 @@ class _CallObject:
         if has_ended and (source.is_cut or not self._has_arguments):
             raise Malformed("the output ended inside it")
         if has_ended or (yield from source.sees(*self._text.ends)):
-            self._is_odd = True
+            self._is_irregular = True
             return True
         return False
 
@@ -206,13 +208,13 @@ class _CallObject:
             if self._has_arguments:
                 raise Malformed("it has arguments twice")
             self._has_arguments = True
-            self._is_odd = self._is_odd or key != self._notation.arguments_key
+            self._is_irregular = self._is_irregular or key != self._notation.arguments_key
             yield from self._arguments(char)
         elif key in _IDS:
             value = strict((yield from self._text.text()))
             self._id = str(value) if isinstance(value, (str, int)) else ""
         elif key == "function" and char == "{":
-            self._is_odd = True
+            self._is_irregular = True
             yield from self._members()
         else:
             yield from self._text.text()
@@ -221,17 +223,17 @@ class _CallObject:
 
     def _arguments(self, char: str) -> Reading[None]:
         if char != "{":
-            self._held = yield from self._odd_arguments()
+            self._held = yield from self._irregular_arguments()
         elif self._name is None or self._notation.has_late_id:
             self._held = yield from self._text.text()
         else:
             self._emit_name()
             yield from self._text.value(self._calls.add_arguments)
 
-    def _odd_arguments(self) -> Reading[str]:
+    def _irregular_arguments(self) -> Reading[str]:
         """Read arguments that are no object: a text that is one, or null."""
         value = strict((yield from self._text.text()))
-        self._is_odd = True
+        self._is_irregular = True
         if value is None:
             return "{}"
         if not isinstance(value, str):
@@ -291,8 +293,8 @@ class NamedJson(Notation):
             groups = head.groupdict()
             calls.name_tool(groups["name"], groups.get("id") or "")
             text = JsonText(source, tuple(filter(None, (self.call_end, *self.ends, "```"))))
-            is_odd = yield from self._arguments(source, calls, text)
-            calls.end_call(is_repaired=is_odd or text.is_repaired)
+            is_irregular = yield from self._arguments(source, calls, text)
+            calls.end_call(is_repaired=is_irregular or text.is_repaired)
             count += 1
             if self.is_lone:
                 return
@@ -310,14 +312,14 @@ class NamedJson(Notation):
         if fence is not None or self.is_fenced:
             behind = yield from source.ahead(_SPACED_FENCE)
             source.take(0 if behind is None else behind.end())
-        is_odd = fence is not None and not self.is_fenced
+        is_irregular = fence is not None and not self.is_fenced
         if self.call_end:
             yield from source.space()
             if not (yield from source.accepts(self.call_end)):
                 if (yield from source.peek()) and not (yield from source.sees(*self.ends)):
                     raise Malformed("something follows the arguments")
-                is_odd = True
-        return is_odd
+                is_irregular = True
+        return is_irregular
 
 
 @functools.cache

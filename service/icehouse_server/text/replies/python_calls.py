@@ -66,7 +66,7 @@ class PythonCalls(Notation):
                 if not ends:
                     break
             elif (yield from source.ahead(_CALL)) is not None:
-                yield from self._call(source, calls, is_odd=self.is_list != is_in_list)
+                yield from self._call(source, calls, is_irregular=self.is_list != is_in_list)
                 count += 1
                 yield from source.space()
                 yield from source.accepts(",", ";")
@@ -79,7 +79,7 @@ class PythonCalls(Notation):
         if not count:
             calls.end_call(problem="there is no call in it")
 
-    def _call(self, source: TextSource, calls: ReplyCalls, *, is_odd: bool) -> Reading[None]:
+    def _call(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
         """Read one call."""
         calls.begin_call()
         head = yield from source.ahead(_CALL)
@@ -110,7 +110,7 @@ class PythonCalls(Notation):
             yield from source.space()
             if not (yield from source.sees(*self.ends)):
                 raise Malformed("something follows the call")
-        calls.end_call(is_repaired=is_odd or text.is_repaired)
+        calls.end_call(is_repaired=is_irregular or text.is_repaired)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

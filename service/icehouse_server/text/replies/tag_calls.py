@@ -104,11 +104,11 @@ class TagCalls(Notation):
             if is_over:
                 break
             raise (yield from source.failure("its tags do not balance"))
-        is_odd = self.is_foreign
+        is_irregular = self.is_foreign
         if self.call_close and self.ends:
             yield from source.space()
-            is_odd = is_odd or not (yield from source.peek())
-        calls.add_untyped(name, arguments, is_python=self.is_python, is_repaired=is_odd)
+            is_irregular = is_irregular or not (yield from source.peek())
+        calls.add_untyped(name, arguments, is_python=self.is_python, is_repaired=is_irregular)
 
     def _bare(self, text: str) -> str:
         """Return a value without what the notation puts around it."""
@@ -126,7 +126,7 @@ class TagCalls(Notation):
         while True:
             tag = yield from source.until(tags, value.add)
             if not tag:
-                return value.decided(source, self.argument_close)
+                return value.at_output_end(source, self.argument_close)
             if tag in self.starts:
                 value.note_call(begins=True)
             elif tag in call_ends:
@@ -134,14 +134,14 @@ class TagCalls(Notation):
             elif tag == self.argument_close:
                 follows = yield from self._follows(source)
                 if follows == "structure" and not value.depth:
-                    return value.balanced()
+                    return value.at_balanced_end()
                 if follows:
                     value.note_end()
                 value.depth = max(0, value.depth - 1)
             else:
                 value.depth += 1
                 name = yield from self._name_of(source, value, tag)
-                value.is_odd = value.is_odd or calls.has_argument(tool, name)
+                value.is_irregular = value.is_irregular or calls.has_argument(tool, name)
             value.add(tag)
 
     def _name_of(self, source: TextSource, value: _Value, tag: str) -> Reading[str]:
@@ -173,7 +173,7 @@ class _Value:
         self._parts: list[str] = []
         self._length = 0
         self.depth = 0
-        self.is_odd = False
+        self.is_irregular = False
         """A tag inside it names an argument of the tool, so a closing tag may be missing."""
         self._ends: list[_PossibleEnd] = []
         self._call_count = 0
@@ -197,10 +197,10 @@ class _Value:
         self._call_count += begins
         self._open_call_count += 1 if begins else -1
 
-    def balanced(self) -> str:
+    def at_balanced_end(self) -> str:
         """Return the value at an end where all tags inside it are closed."""
         holds_calls = self._call_count > 0 and self._open_call_count == 0
-        if self._ends and self.is_odd and not holds_calls:
+        if self._ends and self.is_irregular and not holds_calls:
             raise Malformed("an argument could end in several places")
         return self.text
 
@@ -209,18 +209,18 @@ class _Value:
         end = _PossibleEnd(self._length, not self.depth, self._call_count, self._open_call_count)
         self._ends.append(end)
 
-    def decided(self, source: TextSource, closing: str) -> str:
+    def at_output_end(self, source: TextSource, closing: str) -> str:
         """Return the value once the output has ended, and put back the text behind it."""
         if not self._ends or source.is_cut:
             raise Malformed("the output ended inside an argument")
-        end = self._meant()
-        if self.is_odd and not end.is_balanced:
+        end = self._only_end()
+        if self.is_irregular and not end.is_balanced:
             raise Malformed("its tags do not balance")
         text = self.text
-        source.read_again(text[end.length + len(closing) :])
+        source.reread(text[end.length + len(closing) :])
         return text[: end.length]
 
-    def _meant(self) -> _PossibleEnd:
+    def _only_end(self) -> _PossibleEnd:
         """Return the only end that is possible; raises Malformed where there are several."""
         balanced = [end for end in self._ends if end.is_balanced]
         first = balanced[0] if balanced else self._ends[0]

@@ -93,7 +93,7 @@ class TextSource:
             self._record = [kept[: len(kept) - len(text)]]
             self._recorded_length -= len(text)
 
-    def read_again(self, text: str) -> None:
+    def reread(self, text: str) -> None:
         """As `put_back`, for text of any length; raises TooLong where that was done too often."""
         self._put_back_length += len(text)
         if self._put_back_length > _PUT_BACK_LIMIT:
