@@ -9,7 +9,7 @@ from pathlib import Path
 
 from icehouse_server.cli.flags import value_text
 from icehouse_server.config import SETTINGS
-from icehouse_server.text.replies.families.registry import FAMILIES
+from icehouse_server.text.replies.families import FAMILIES
 
 _WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/ways.json"
 """What the contract test of mlx-lm's architectures says of each."""

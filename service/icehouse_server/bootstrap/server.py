@@ -45,7 +45,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
-from icehouse_server.structured_output.trial import TrialLimits, TrialProcess
+from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
 
 
@@ -215,8 +215,8 @@ def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
         return None
     # Of an optional extra.
     from icehouse_server.vision.decoder import ImageLimits
+    from icehouse_server.vision.image_reader import ImageReader
     from icehouse_server.vision.processor import open_processor
-    from icehouse_server.vision.reader import ImageReader
 
     limits = ImageLimits(
         image_count=config.server.max_images,

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from icehouse_server.demo import gguf_file, wheels
+from icehouse_server.demo.mlx_folder import renew_template, write_tokenizer, write_weights
 from icehouse_server.demo.models import DemoModel
-from icehouse_server.demo.tokenizer import read_vocabulary, renew_template, write_tokenizer
-from icehouse_server.demo.weights import write_weights
 from icehouse_server.errors import ModelError, Reason, extra_command
 
 _BUILDER_VERSION = 1
@@ -75,7 +74,7 @@ def ensure_demo_model(
                 if not _is_complete(folder):
                     _remove_leftovers(folder)
                     _build(model, folder, on_progress)
-        renew_template(folder, model.conversion.chat_template)
+        renew_template(folder, model.conversion.CHAT_TEMPLATE)
     except OSError as error:
         raise ModelError(
             Reason.MODEL_INVALID,
@@ -146,9 +145,9 @@ def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) ->
     file = gguf_file.read(source)
     on_done("read", 1.0)
     on_done("tokenizer", 0.0)
-    vocabulary = read_vocabulary(file.metadata)
+    vocabulary = gguf_file.read_vocabulary(file.metadata)
     write_tokenizer(conversion.make_tokenizer(vocabulary), vocabulary, partial)
-    renew_template(partial, conversion.chat_template)
+    renew_template(partial, conversion.CHAT_TEMPLATE)
     on_done("tokenizer", 1.0)
     config = json.dumps(conversion.model_config(file.metadata), indent=2) + "\n"
     (partial / "config.json").write_text(config, encoding="utf-8")

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from icehouse_server.demo.conversion import TOOL_CALLS_TEMPLATE, Conversion, expect_architecture, mlx_name
-from icehouse_server.demo.gguf_file import Array, Metadata
-from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
+from icehouse_server.demo.gguf_file import Array, GgufVocabulary, Metadata, PieceKind
+from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, expect_architecture, mlx_name
 
 SPACE = "\u2581"
 """How a piece spells a space."""
@@ -125,7 +124,7 @@ def convert_tensor(name: str, values: Array, metadata: Metadata) -> tuple[str, A
     return mlx_name(name, outer=_OUTER, inner=_INNER), values
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def make_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return a byte-fallback BPE tokenizer that puts `<bos>` before every text."""
     pieces = [_respell(piece, kind) for piece, kind in zip(vocabulary.pieces, vocabulary.kinds, strict=True)]
     ids = {piece: index for index, piece in enumerate(pieces)}
@@ -174,11 +173,3 @@ def find_merges(pieces: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, 
 def _respell(piece: str, kind: int) -> str:
     """Spell runs of spaces as the normalizer does; GGUF stores them plain."""
     return piece.replace(" ", SPACE) if kind == PieceKind.USER_DEFINED else piece
-
-
-CONVERSION = Conversion(
-    model_config=model_config,
-    convert_tensor=convert_tensor,
-    make_tokenizer=make_tokenizer,
-    chat_template=CHAT_TEMPLATE,
-)

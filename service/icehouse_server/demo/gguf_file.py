@@ -1,4 +1,4 @@
-"""GGUF file: its metadata, and its tensors as they lie in it.
+"""GGUF file: its metadata, its vocabulary, and its tensors as they lie in it.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package that reads it comes with
 the `demo` extra, so it is imported here and only when a file is read.
@@ -7,9 +7,10 @@ the `demo` extra, so it is imported here and only when a file is read.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,31 @@ class GgufFile:
     tensors: tuple[Tensor, ...]
 
 
+class PieceKind(enum.IntEnum):
+    """GGUF's `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """What a GGUF file says about its tokenizer. `pieces` and `kinds` are indexed by token id."""
+
+    pieces: Sequence[str]
+    kinds: Sequence[int]
+    bos_id: int
+    eos_id: int
+    unknown_id: int
+    padding_id: int
+    merges: Sequence[str] = ()
+    """Pairs with a space between them, in rank order; empty where the file has none."""
+
+
 def can_read() -> bool:
     """Whether the package that reads GGUF is installed."""
     return importlib.util.find_spec("gguf") is not None
@@ -62,3 +88,16 @@ def decode(tensor: Tensor) -> Array:
     gguf: Any = importlib.import_module("gguf")
     values: Array = gguf.dequantize(tensor.quantized, gguf.GGMLQuantizationType(tensor.encoding))
     return values.reshape(tensor.shape)
+
+
+def read_vocabulary(metadata: Metadata) -> GgufVocabulary:
+    """Return the vocabulary of a file."""
+    return GgufVocabulary(
+        pieces=metadata["tokenizer.ggml.tokens"],
+        kinds=metadata["tokenizer.ggml.token_type"],
+        bos_id=int(metadata["tokenizer.ggml.bos_token_id"]),
+        eos_id=int(metadata["tokenizer.ggml.eos_token_id"]),
+        unknown_id=int(metadata["tokenizer.ggml.unknown_token_id"]),
+        padding_id=int(metadata["tokenizer.ggml.padding_token_id"]),
+        merges=metadata.get("tokenizer.ggml.merges", ()),
+    )

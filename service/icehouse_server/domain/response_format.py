@@ -73,8 +73,6 @@ class TaggedJson:
     tags: tuple[JsonTag, ...]
     may_repeat: bool = False
     """Several may follow each other, white space between them."""
-    may_begin_with_text: bool = False
-    """Any text may come before the first one, such as reasoning. It must contain no `begin`."""
     trigger: str = ""
     """What every `begin` begins with. Where it is given text alone will do, text may come before each tag and
     behind the last, and wherever the trigger comes it begins a tag; without `may_repeat` only once."""

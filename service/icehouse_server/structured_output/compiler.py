@@ -1,18 +1,24 @@
-"""Grammar compiler of the forms that callers ask for. Off the inference thread and the event loop.
+"""Grammar compiler for the response formats that callers ask for. Not on the inference thread or event loop.
 
 Everything here but reading the vocabulary releases Python's global lock. llguidance descends
 recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
 says what stack that takes), and what is small but costly is refused here or by a trial in a process
 of its own.
+
+Of a mistake in a Lark grammar llguidance names line and column, but of one in a JSON schema only what is
+wrong. Its place is found by asking about ever smaller parts of the schema.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import decimal
 import json
 import queue
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,17 +34,16 @@ from icehouse_server.domain.response_format import (
     TaggedJson,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.structured_output.cost import check_multiples, check_multiples_in_text
-from icehouse_server.structured_output.error_location import (
-    Mistake,
-    lark_mistake,
-    regex_mistake,
-    schema_mistake,
-)
+from icehouse_server.structured_output.form_trial import TrialProcess, TrialSetup
+from icehouse_server.structured_output.grammar_source import grammar_source, unenforced
 from icehouse_server.structured_output.matcher import CompiledGrammar
-from icehouse_server.structured_output.schema.references import UnusableSchema
-from icehouse_server.structured_output.source import grammar_source, unenforced
-from icehouse_server.structured_output.trial import Trial, TrialSetup
+from icehouse_server.structured_output.schema.references import (
+    Mistake,
+    References,
+    UnusableSchema,
+    escaped,
+    parts_of,
+)
 
 STACK_BYTES_PER_BYTE = 4096
 """Stack to have for each byte of a form. The worst one found, rules that only name the next rule in
@@ -49,7 +54,28 @@ _LEAST_STACK_BYTES = 16 << 20
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 """A lexer state is 1 to 2 kB, so this many are some 100 MB; the rest are llguidance's own limits."""
 
-_TOO_DEEP = "it is nested too deeply"
+MULTIPLE_SUM_LIMIT = 100_000
+"""Divisors of one form, added up. `multipleOf` builds that many states: a divisor of 1,000,003 took 5 s and
+290 MB, one of 10,000,019 more than a minute (llguidance 1.9.1, x86-64), and nothing can stop it; this much
+takes 0.4 s."""
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MULTIPLE_IN_TEXT = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]+)')
+
+_LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
+_REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_DEFINITION = "\n  while processing "
+_REGEX_INDENT = 4
+"""Spaces that regex-syntax puts before the pattern it shows."""
+_DETAIL_LENGTH_LIMIT = 240
+_PROBE_BYTES = 1 << 20
+"""Text that is compiled to find the faulty part; 1 MiB takes 2 s."""
+
+_SHARED = frozenset({"$ref", "$defs", "definitions"})
+"""Keywords that a part shares with others."""
+_MAPS = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 
 _FIELDS: dict[type[ResponseFormat], str] = {
     JsonSchema: "response_format.json_schema",
@@ -62,7 +88,7 @@ _FIELDS: dict[type[ResponseFormat], str] = {
 
 
 class VocabularySource(Protocol):
-    """What is wanted of a tokenizer."""
+    """What the compiler needs of a tokenizer."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -74,12 +100,12 @@ class VocabularySource(Protocol):
 
 
 def stack_bytes(form_bytes: int) -> int:
-    """Return the stack that compiling takes."""
+    """Return the stack that compiling a form of this length needs."""
     return max(_LEAST_STACK_BYTES, form_bytes * STACK_BYTES_PER_BYTE)
 
 
 class GrammarCompiler:
-    """Forms to grammars over one model's vocabulary; remembers the ones used last.
+    """Compiles forms to grammars over one model's vocabulary; the grammars used last are cached.
 
     Any number of threads may use it. With `trials`, one for each thread that may compile at once, a form
     that is not remembered is tried in another process first.
@@ -91,20 +117,19 @@ class GrammarCompiler:
         *,
         vocabulary_size: int,
         kept_count: int,
-        make_trial: Callable[[TrialSetup], Trial] | None = None,
+        make_trial: Callable[[TrialSetup], TrialProcess] | None = None,
     ) -> None:
         self._make_trial = make_trial
-        self._trials: list[Trial] = []
-        self._idle_trials: queue.LifoQueue[Trial] = queue.LifoQueue()
+        self._trials: list[TrialProcess] = []
+        self._idle_trials: queue.LifoQueue[TrialProcess] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._kept_count = kept_count
         self._kept: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        """Guards what is remembered, for an instant each time: the event loop asks too."""
+        """Guards the cache. Held for an instant only, because the event loop asks too."""
         self._vocabulary_lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
+        self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
     def stack_bytes(self, form_bytes: int) -> int:
         """Return what stack the calling thread needs for a form so long."""
@@ -119,7 +144,7 @@ class GrammarCompiler:
         self._read_vocabulary()
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
-        """Return the grammar of a form. Raises InvalidRequest that tells the place of the mistake."""
+        """Return the grammar of a form; raises InvalidRequest with the place of the mistake."""
         if (kept := self.kept(form)) is not None:
             return kept
         self.prepare()
@@ -132,7 +157,7 @@ class GrammarCompiler:
         return compiled
 
     def kept(self, form: ResponseFormat) -> CompiledGrammar | None:
-        """Return the grammar of a form that is remembered."""
+        """Return the cached grammar of a form."""
         with self._lock:
             kept = self._kept.get(form)
             if kept is not None:
@@ -160,65 +185,49 @@ class GrammarCompiler:
     def _trial_setup(self) -> TrialSetup:
         text = self._tokenizer.vocabulary_json()
         assert text is not None, "the vocabulary was read"
-        return TrialSetup(
-            vocabulary_json=text,
-            vocabulary_size=max(self._vocabulary_size, self._tokenizer.vocabulary_size),
-            eos_token_ids=self._tokenizer.eos_token_ids,
-        )
+        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
+        return TrialSetup(text, size, self._tokenizer.eos_token_ids)
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
         vocabulary, executor = self._read_vocabulary()
-        if isinstance(form, JsonSchema):
-            check_multiples(_read_schema(form.schema, field=field), field=field)
-        elif isinstance(form, LarkGrammar):
-            check_multiples_in_text(form.grammar, field=field)
-        elif isinstance(form, TaggedJson):
-            for index, tag in enumerate(form.tags):
-                # A whole of many parts could not tell which of them is wrong.
-                self._compile_tag(tag.schema, field=tag.field or f"{field}[{index}]")
-        matcher = LLMatcher(vocabulary, self._source(form, field=field), log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise _invalid(self._mistake(form, matcher.get_error()), field=field)
-        _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
-        return CompiledGrammar(
-            matcher,
-            executor=executor,
-            vocabulary_size=vocabulary.vocab_size,
-            unenforced=unenforced(form),
-        )
+        with _refusing(field):
+            if isinstance(form, JsonSchema):
+                _check_multiples(_read_schema(form.schema), field=field)
+            elif isinstance(form, LarkGrammar):
+                _check_multiples_in_text(form.grammar, field=field)
+            elif isinstance(form, TaggedJson):
+                for index, tag in enumerate(form.tags):
+                    # A whole of many parts could not tell which of them is wrong.
+                    self._check_tag(tag.schema, field=tag.field or f"{field}[{index}]")
+            matcher = self._matcher(form)
+            if matcher.is_error():
+                raise self._mistake(form, matcher.get_error())
+            _check_first_step(matcher, end_token_ids=vocabulary.eos_tokens, field=field)
+        return CompiledGrammar(matcher, executor, vocabulary.vocab_size, unenforced(form))
 
-    def _compile_tag(self, schema: str, *, field: str) -> None:
-        parsed = _read_schema(schema, field=field)
-        check_multiples(parsed, field=field)
-        source = self._source(JsonSchema(schema), field=field)
-        message = LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
-        if message:
-            raise _invalid(schema_mistake(parsed, message, complain=self._complaint), field=field)
+    def _check_tag(self, schema: str, *, field: str) -> None:
+        with _refusing(field):
+            parsed = _read_schema(schema)
+            _check_multiples(parsed, field=field)
+            if message := self._matcher(JsonSchema(schema)).get_error():
+                raise _schema_mistake(parsed, message, complain=self._complaint)
 
-    def _source(self, form: ResponseFormat, *, field: str) -> str:
-        try:
-            return grammar_source(form, pieces=self._pieces)
-        except UnusableSchema as error:
-            raise _invalid(Mistake(error.detail, error.place), field=field) from error
-        except ValueError as error:
-            # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
-            raise _invalid(Mistake(str(error), ""), field=field) from error
-        except RecursionError as error:
-            raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
+    def _matcher(self, form: ResponseFormat) -> LLMatcher:
+        source = grammar_source(form, pieces=self._pieces)
+        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS)
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):
-            return schema_mistake(json.loads(form.schema), message, complain=self._complaint)
-        return regex_mistake(message) if isinstance(form, Regex) else lark_mistake(message)
+            return _schema_mistake(json.loads(form.schema), message, complain=self._complaint)
+        return _regex_mistake(message) if isinstance(form, Regex) else _lark_mistake(message)
 
     def _complaint(self, schema: Any) -> str:
         """Return what is wrong with a schema, "" when nothing is."""
         try:
-            source = grammar_source(JsonSchema(json.dumps(schema)), pieces=self._pieces)
+            return self._matcher(JsonSchema(json.dumps(schema))).get_error()
         except (ValueError, RecursionError) as error:
             return str(error)
-        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS).get_error()
 
     def _pieces(self, text: str) -> list[int | str]:
         """Cut a text into the special tokens it spells and the text between them."""
@@ -238,51 +247,48 @@ class GrammarCompiler:
 
     def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
         with self._vocabulary_lock:
-            return self._vocabulary_read()
+            if self._vocabulary is None:
+                self._vocabulary = self._vocabulary_read(), LLExecutor()
+            return self._vocabulary
 
-    def _vocabulary_read(self) -> tuple[LLTokenizer, LLExecutor]:
-        if self._vocabulary is None or self._executor is None:
-            text = self._tokenizer.vocabulary_json()
-            if text is None:
-                raise InvalidRequest(
-                    Reason.UNSUPPORTED,
-                    "this model's tokenizer has no tokenizer.json, so its outputs cannot be constrained; "
-                    "leave response_format out",
-                    field="response_format",
-                )
-            size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-            ends = [i for i in self._tokenizer.eos_token_ids if i < size]
-            self._vocabulary = LLTokenizer(text, n_vocab=size, eos_token=ends or None)
-            self._executor = LLExecutor()
-        return self._vocabulary, self._executor
+    def _vocabulary_read(self) -> LLTokenizer:
+        text = self._tokenizer.vocabulary_json()
+        if text is None:
+            raise InvalidRequest(
+                Reason.UNSUPPORTED,
+                "this model's tokenizer has no tokenizer.json, so its outputs cannot be constrained; "
+                "leave response_format out",
+                field="response_format",
+            )
+        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
+        ends = [i for i in self._tokenizer.eos_token_ids if i < size]
+        return LLTokenizer(text, n_vocab=size, eos_token=ends or None)
 
 
-def _read_schema(schema: str, *, field: str) -> Any:
+def _read_schema(schema: str) -> Any:
     try:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise _invalid(Mistake(f"it is not JSON: {error.msg}", place), field=field) from error
-    except RecursionError as error:
-        raise _invalid(Mistake(_TOO_DEEP, ""), field=field) from error
+        raise Mistake(f"it is not JSON: {error.msg}", place) from error
     except ValueError as error:
         # A number of more digits than Python reads.
-        raise _invalid(Mistake("a number in it has too many digits", ""), field=field) from error
+        raise Mistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
-        raise _invalid(Mistake("a JSON schema is an object, true or false", "/"), field=field)
+        raise Mistake("a JSON schema is an object, true or false", "/")
     return parsed
 
 
 def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: str) -> None:
-    """Compute the first mask, which also warms the lexer, and refuse what cannot begin."""
+    """Compute the first mask, which also warms the lexer; refuse a grammar that no text can begin."""
     allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     allowed[end_token_ids] = 0
     if not matcher.is_error() and allowed.any():
         return
     if not matcher.is_error():
-        raise _invalid(Mistake("it allows nothing but the empty text", ""), field=field)
+        raise Mistake("it allows nothing but the empty text")
     if "NoExtension" in matcher.get_error():
-        raise _invalid(Mistake("no text can match it", ""), field=field)
+        raise Mistake("no text can match it")
     detail = matcher.get_error().partition("\n")[0]
     raise InvalidRequest(
         Reason.GRAMMAR_TOO_COMPLEX,
@@ -292,12 +298,171 @@ def _check_first_step(matcher: LLMatcher, *, end_token_ids: list[int], field: st
     )
 
 
-def _invalid(mistake: Mistake, *, field: str) -> InvalidRequest:
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Turn a mistake in a form into a refusal of the request's field."""
+    try:
+        yield
+        return
+    except RecursionError:
+        mistake = Mistake("it is nested too deeply")
+    except Mistake as error:
+        mistake = error
+    except ValueError as error:
+        # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
+        mistake = Mistake(str(error))
     where = f" (at {mistake.place})" if mistake.place else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
-    return InvalidRequest(
+    raise InvalidRequest(
         Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID,
         f"{field} cannot be used: {mistake.detail}{where}",
         field=field,
         metadata={"detail": mistake.detail, "place": mistake.place},
     )
+
+
+def _check_multiples(schema: Any, *, field: str) -> None:
+    """Refuse a schema whose divisors are too large together."""
+    parts = parts_of(schema) if isinstance(schema, dict) else ()
+    said = (part.get("multipleOf") for _, part in parts)
+    _check_divisors((str(number) for number in said if isinstance(number, int | float)), field=field)
+
+
+def _check_multiples_in_text(text: str, *, field: str) -> None:
+    """Refuse a Lark grammar whose `%json` parts have divisors that are too large together."""
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+    _check_divisors((found[1] for found in _MULTIPLE_IN_TEXT.finditer(plain)), field=field)
+
+
+def _check_divisors(numbers: Iterator[str], *, field: str) -> None:
+    total = sum(_states(number) for number in numbers)
+    if total > MULTIPLE_SUM_LIMIT:
+        raise InvalidRequest(
+            Reason.GRAMMAR_TOO_COMPLEX,
+            f"the numbers of multipleOf in {field} add up to {total:.6g}, without their decimal points; the "
+            f"limit is {MULTIPLE_SUM_LIMIT}; leave multipleOf out and check the answer",
+            field=field,
+            metadata={"multiple_sum": f"{total:.6g}", "multiple_sum_limit": MULTIPLE_SUM_LIMIT},
+        )
+
+
+def _states(number: str) -> float:
+    """Return a number's digits without its decimal point; 0 for what is no number."""
+    try:
+        value = decimal.Decimal(number).copy_abs()  # `abs` would round, and raise where that overflows
+    except decimal.InvalidOperation:
+        return 0.0
+    if not value.is_finite():
+        return 0.0
+    _, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int), "a finite number"
+    whole = decimal.Decimal((0, digits, 0)) if exponent < 0 else value
+    return float(whole)
+
+
+def _lark_mistake(message: str) -> Mistake:
+    """Read llguidance's message about a Lark grammar."""
+    found = _LARK_PLACE.match(message)
+    if found is None:
+        return Mistake(_one_line(message))
+    # Behind the message it shows the source, which the caller has.
+    detail = message[found.end() :].partition("\n")[0]
+    regex_error = _REGEX_ERROR.search(message)
+    if regex_error is not None:
+        detail = f"{detail.partition(':')[0]}: {regex_error[1]}"
+    return Mistake(_one_line(detail), f"line {found[1]}, column {found[2]}")
+
+
+def _regex_mistake(message: str) -> Mistake:
+    """Read llguidance's message about a lone regular expression."""
+    error = _REGEX_ERROR.search(message)
+    if error is None:
+        return Mistake(_one_line(_LARK_PLACE.sub("", message).partition("\n")[0]), "")
+    caret = _REGEX_CARET.search(message)
+    place = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
+    return Mistake(error[1], place)
+
+
+def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
+    """Return the mistake at the smallest part for which `complain` says the same as for the whole.
+
+    Parts are asked about without what they refer to; a mistake that no part has by itself is the whole's.
+    """
+    message = _without_definition(message)
+    byte_count = 0
+
+    def has_it(part: Any) -> bool:
+        nonlocal byte_count
+        if byte_count > _PROBE_BYTES:
+            return False
+        try:
+            probe = _without_references(part)
+            byte_count += len(json.dumps(probe))
+        except RecursionError:
+            return False  # data nested deeper than Python's stack
+        return _without_definition(complain(probe)) == message
+
+    found = next((whole for whole in _wholes(schema) if has_it(whole[1])), None)
+    place = ""
+    while found is not None:
+        place, part = found
+        children = ((place + step, child) for step, child in _children(part))
+        found = next((child for child in children if has_it(child[1])), None)
+    return Mistake(_one_line(message), place or "/")
+
+
+def _without_definition(message: str) -> str:
+    """Return a message without the name of the definition that llguidance was at: the server made it up."""
+    return message.partition(_DEFINITION)[0]
+
+
+def _wholes(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a schema and what it refers to, with their places."""
+    references = References(schema)
+    remaining, seen = collections.deque([("", schema)]), {""}
+    while remaining:
+        place, whole = remaining.popleft()
+        yield place, whole
+        for reference in _references(whole):
+            with contextlib.suppress(UnusableSchema):
+                target = references.target(reference, place)
+                if target[0] not in seen:
+                    seen.add(target[0])
+                    remaining.append(target)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    remaining = [schema]
+    while remaining:
+        part = remaining.pop()
+        if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        remaining += [child for _, child in _children(part)]
+
+
+def _without_references(schema: Any) -> Any:
+    """Return a schema without its references, as if they allowed everything."""
+    if isinstance(schema, list):
+        return [_without_references(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {key: _without_references(value) for key, value in schema.items() if key not in _SHARED}
+
+
+def _children(schema: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(schema, Mapping):
+        return
+    for key in _MAPS:
+        if isinstance(schema.get(key), Mapping):
+            yield from ((f"/{key}/{escaped(name)}", child) for name, child in schema[key].items())
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            yield from ((f"/{key}/{index}", child) for index, child in enumerate(schema[key]))
+    for key in _SINGLES:
+        if isinstance(schema.get(key), Mapping | bool):
+            yield f"/{key}", schema[key]
+
+
+def _one_line(message: str) -> str:
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= _DETAIL_LENGTH_LIMIT else text[: _DETAIL_LENGTH_LIMIT - 1] + "…"

@@ -1,4 +1,4 @@
-"""Matcher: outputs kept inside a grammar by llguidance, which tokens may follow, when one is complete.
+"""Matcher: holds outputs to a grammar with llguidance: which tokens may follow, and when one is complete.
 
 A compiled grammar is made on another thread and never changes. What is started from it belongs to
 one sequence and is used on the inference thread alone; no mlx here.
@@ -6,6 +6,7 @@ one sequence and is used on the inference thread alone; no mlx here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,27 +22,19 @@ _BITS = 32
 Mask = npt.NDArray[np.uint32]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
     """A grammar whose first step has been computed once, so that every output starts warm."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        *,
-        executor: LLExecutor,
-        vocabulary_size: int,
-        unenforced: tuple[str, ...] = (),
-    ) -> None:
-        self._matcher = matcher
-        self._executor = executor
-        self._vocabulary_size = vocabulary_size
-        self.unenforced = unenforced
+    matcher: LLMatcher
+    executor: LLExecutor
+    vocabulary_size: int
+    unenforced: tuple[str, ...] = ()
+    """Keywords of its schemas that are not enforced, by their JSON pointers."""
 
     def start(self) -> MatcherConstraint:
         """Return a constraint at the beginning of an output; copying takes some 40 microseconds."""
-        return MatcherConstraint(
-            self._matcher.deep_copy(), executor=self._executor, vocabulary_size=self._vocabulary_size
-        )
+        return MatcherConstraint(self.matcher.deep_copy(), self.executor, self.vocabulary_size)
 
 
 class MatcherConstraint:
@@ -49,7 +42,7 @@ class MatcherConstraint:
 
     allows_any = False
 
-    def __init__(self, matcher: LLMatcher, *, executor: LLExecutor, vocabulary_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, vocabulary_size: int) -> None:
         self.matcher = matcher
         self.executor = executor
         self.word_count = -(-vocabulary_size // _BITS)
@@ -73,13 +66,13 @@ class MatcherConstraint:
         return fill_masks([self])[0]
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token; what is drawn after the end changes nothing."""
+        """Take the next token; tokens after the end change nothing."""
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token_id)
             self.note_failure()
 
     def note_failure(self) -> None:
-        """Look whether the last call ended the matcher otherwise than by a complete output.
+        """Note an error where the last call ended the matcher without a complete output.
 
         In that state llguidance allows the end tokens, so an unfinished output would look finished.
         """

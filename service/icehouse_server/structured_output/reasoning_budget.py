@@ -1,4 +1,4 @@
-"""Reasoning budget: a constraint that closes an output's reasoning, and lets its form begin behind that.
+"""Reasoning budget: a constraint that ends an output's reasoning; the form applies behind it.
 
 Within reasoning every token may come; when so many were drawn as the budget says, the tokens of the model's
 own end marker are all that may. It counts as the output's usage does, by the text.
@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class FormScope(enum.Enum):
-    """What of an output a form is for."""
+    """Which part of an output a form is for."""
 
     WHOLE = enum.auto()
     """All of it: the form itself says where reasoning may stand."""
@@ -33,18 +33,18 @@ class FormScope(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningBudget:
-    """A grammar of outputs that think. Never changes; any number of outputs may start from it."""
+    """A grammar of outputs with reasoning. Never changes; any number of outputs may start from it."""
 
     reasoning: ReplyReasoning
     token_limit: int | None
-    """Most tokens of reasoning; None for any number. Else the model's end marker has tokens."""
+    """Most tokens of reasoning; None for any number. A limit needs an end marker that has tokens."""
     form: Grammar | None
     scope: FormScope
     decode: Decode
     """Shows the markers."""
     prompt_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    """They end an output: not before its answer has its form."""
+    """Tokens that end an output; not allowed before the answer has its form."""
     vocabulary_size: int
 
     def start(self) -> ReasoningConstraint:
@@ -71,7 +71,7 @@ class ReasoningConstraint:
         self._detokenizer = Detokenizer(budget.decode, budget.prompt_token_ids)
         self._form: Constraint | None = None if budget.form is None else budget.form.start()
         self._forced: list[int] = []
-        """What must come next, the next token first."""
+        """Tokens that must come next, in order."""
         is_answer = budget.scope is FormScope.WHOLE or not (self._meter.is_open or budget.may_begin_reasoning)
         self._has_form_begun = is_answer
         """Whether the next token is the form's, or the form has no say at all."""
@@ -117,7 +117,7 @@ class ReasoningConstraint:
         return _with(self._form.allowed_tokens().copy(), self._budget.reasoning.start_token_ids[0])
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token that was drawn."""
+        """Take the token that was drawn."""
         was_open = self._meter.is_open
         self._meter.push(self._detokenizer.push(token_id))
         if self._form is not None and self._has_form_begun:
@@ -132,7 +132,7 @@ class ReasoningConstraint:
         self._close_when_spent()
 
     def _begin(self, token_id: int) -> None:
-        """Take a token before the answer that neither lies in reasoning nor completes its start marker."""
+        """Take a token before the answer that is neither reasoning nor the end of its start marker."""
         if self._forced:
             return
         start = self._budget.reasoning.start_token_ids
@@ -157,7 +157,7 @@ class ReasoningConstraint:
         return has_form and self._budget.scope is FormScope.ANSWER
 
     def _forced_token(self) -> int | None:
-        """Return what must come next; nothing where a form of the whole output does not let it."""
+        """Return the token that must come next; None where a form of the whole output forbids it."""
         if not self._forced:
             return None
         form = self._form if self._budget.scope is FormScope.WHOLE else None

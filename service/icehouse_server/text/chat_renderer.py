@@ -2,37 +2,55 @@
 
 Runs in the rpc room's small executor, one caller at a time.
 
-A rendered conversation to tokens, with the assistant's turns as they were drawn. Pure.
-
 A model may draw tokens that the tokenizer would not have chosen for the same text. A cached prefix is
 a prefix of tokens, so a turn that is tokenized anew ends the match there; put back as it was drawn it
 does not. Where a turn's tokens do not spell what the template wrote, the text counts.
+
+A constrained call is the template's own text around the arguments, so that the model writes what it was
+trained to write. Only notations with arguments as JSON can be constrained; whether a model's is one is found
+by having its reader read an example.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 
-from icehouse_server.domain.chat import ChatMessage, Conversation, ImageTexts, RenderedChat, ToolCall
+from icehouse_server.domain.chat import (
+    CallPiece,
+    ChatMessage,
+    Conversation,
+    ImageTexts,
+    Piece,
+    RenderedChat,
+    Tool,
+    ToolCall,
+)
+from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.call_form import EXAMPLE_NAME as _NAME
-from icehouse_server.text.call_form import call_form_of
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
+from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.replies.reply_format import ReplyFormat
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""
 
-_ARGUMENT, _ID = "qzargumentqz", "000000000"
-
-
-def _example_call(format: ReplyFormat, arguments_json: str) -> ChatMessage:
-    """Return a call for the template to write; its name and arguments stand for those of the tools."""
-    own_id = format.id_form.format(name=_NAME, index=0) or _ID
-    return ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
+_NAME, _ARGUMENT, _ID = "qzcalledqz", "qzargumentqz", "000000000"
+"""They stand for a tool's name, its arguments and a call's id in a call that the template writes."""
+_EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
+_ANY_ARGUMENTS = '{"type": "object"}'
+_CLOSINGS = ("}]", "}", "]", "")
+"""What may follow the arguments in notations whose calls have no end of their own."""
+_HEADER_TOKEN_COUNT = 8
+"""Tokens decoded before a turn's own."""
+_LONGEST_ADDED_TOKEN = 64
+"""Characters of the longest special token that is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ class ChatRenderer:
             header = self._header(conversation, messages) if drawn else ""
         else:
             text = self._text(conversation, messages, adds_prompt=True)
-            header = text[len(base) :] if text.startswith(base) else ""
+            header = _behind(text, base)
             is_reasoning = self._is_open(header)
         opening = self.format.layout.opening(text)
         if conversation.tool_choice.is_forced:
@@ -78,7 +96,7 @@ class ChatRenderer:
         call_form = None
         if conversation.constrains_calls:
             shown = self._called(conversation, "{}")
-            call_form = call_form_of(conversation, self.format, shown=shown, opening=opening)
+            call_form = _call_form(conversation, self.format, shown=shown, opening=opening)
         return RenderedChat(tuple(tokens), opening, is_reasoning, call_form)
 
     def _text(
@@ -103,7 +121,7 @@ class ChatRenderer:
             return ""
         base = self._text(conversation, messages)
         text = self._text(conversation, messages, adds_prompt=True)
-        return text[len(base) :] if text.startswith(base) else ""
+        return _behind(text, base)
 
     def _unthinking(self, header: str) -> str:
         """Return the header without the reasoning that it opens: turns of the past have none."""
@@ -121,10 +139,11 @@ class ChatRenderer:
         return continues_reasoning or self._is_open(message.content)
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
-        """Return the conversation's text with a call behind it."""
+        """Return the conversation's text with a call behind it, whose name stands for those of the tools."""
         traits = self.template.traits(has_tools=bool(conversation.tools))
-        messages = [*conversation.messages, _example_call(self.format, arguments_json)]
-        return self._text(conversation, fit(messages, traits))
+        own_id = self.format.family.id_form.format(name=_NAME, index=0) or _ID
+        call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
+        return self._text(conversation, fit([*conversation.messages, call], traits))
 
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.
@@ -134,7 +153,7 @@ class ChatRenderer:
         Most templates go on from `base`; one that writes the past anew when it grows cannot, and then
         the call goes behind the usual prompt, `begun`.
         """
-        start = self.format.call_start
+        start = self.format.family.call_start
         replies = []
         for arguments in ("{}", f'{{"{_ARGUMENT}": "{_ARGUMENT}"}}'):
             text = self._called(conversation, arguments)
@@ -175,6 +194,10 @@ class ChatRenderer:
             )
 
 
+def _behind(text: str, base: str) -> str:
+    return text[len(base) :] if text.startswith(base) else ""
+
+
 def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
     """Return how long the common beginning is, cut back to one of `ends`: ends of the first text's tokens.
 
@@ -204,13 +227,75 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
     return first + "".join(shown + part for shown, part in zip(images.texts, rest, strict=True))
 
 
-Encode = Callable[[str], list[int]]
-Decode = Callable[[Sequence[int]], str]
+def _call_form(conversation: Conversation, format: ReplyFormat, *, shown: str, opening: str) -> TaggedJson:
+    """Return the form of a conversation's reply.
 
-_HEADER_TOKEN_COUNT = 8
-"""Tokens decoded before a turn's own."""
-_LONGEST_ADDED_TOKEN = 64
-"""Characters of the longest special token that is looked for."""
+    `shown` is a text of the template that ends with a call of `_NAME` without arguments, `opening`
+    what of a call the prompt has. Raises InvalidRequest where the model's notation is another.
+    """
+    begin, shown_end = _around_arguments(shown, format)
+    ends = (shown_end,) if format.family.call_end else _CLOSINGS
+    end = next((end for end in ends if _reads(f"{begin}{_EXAMPLE_ARGUMENTS}{end}", format)), None)
+    if end is None:
+        raise _unsupported(conversation)
+    tags = tuple(
+        JsonTag(
+            begin.replace(_NAME, tool.name),
+            json.dumps(tool.parameters) if tool.is_strict else _ANY_ARGUMENTS,
+            end,
+            field=f"tools[{index}].parameters_json",
+        )
+        for index, tool in conversation.callable_tools
+    )
+    if not all(tag.begin.startswith(opening) for tag in tags):
+        raise _unsupported(conversation)
+    may_repeat = conversation.tool_choice.is_parallel
+    if opening:
+        return TaggedJson(tags, may_repeat, opening=opening)
+    markers = tuple(filter(None, (format.think_start, format.think_end)))
+    return TaggedJson(tags, may_repeat, trigger=format.family.call_start, markers=markers)
+
+
+def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
+    """Return the text of a call before its arguments and behind them; empty where there is none."""
+    name_start = shown.rfind(_NAME)
+    start = shown.rfind(format.family.call_start, 0, max(0, name_start))
+    arguments_start = shown.find("{}", name_start)
+    if not format.family.call_start or min(name_start, start, arguments_start) < 0:
+        return "", ""
+    rest = shown[arguments_start + len("{}") :]
+    end = (
+        rest[: rest.find(format.family.call_end)] + format.family.call_end
+        if format.family.call_end in rest
+        else ""
+    )
+    return shown[start:arguments_start], end if format.family.call_end else ""
+
+
+def _reads(example: str, format: ReplyFormat) -> bool:
+    """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
+    if _NAME not in example:
+        return False
+    splitter = ReplySplitter(format=format, tools=[offer(Tool(_NAME, "", {}))], make_call_id=str)
+    pieces: list[Piece] = [*splitter.push(example), *splitter.finish()]
+    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    if splitter.good_count != 1 or len(calls) < len(pieces):
+        return False
+    arguments = "".join(call.arguments_json for call in calls)
+    is_plain = not any(call.is_repaired or call.is_withdrawn for call in calls)
+    return is_plain and bool(json.loads(arguments) == json.loads(_EXAMPLE_ARGUMENTS))
+
+
+def _unsupported(conversation: Conversation) -> InvalidRequest:
+    strict = (index for index, tool in conversation.callable_tools if tool.is_strict)
+    index = next(strict, None)
+    field = "tool_choice" if index is None else f"tools[{index}].strict"
+    return InvalidRequest(
+        Reason.TOOLS_UNSUPPORTED,
+        f"{field} asks to constrain tool calls, but this model does not write their arguments as JSON; leave "
+        "strict, allowed and parallel_tool_calls out",
+        field=field,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,32 +331,40 @@ class TurnTokens:
                 position = place.stop
         return tokens + self.encode(text[position:])
 
-    def _place(self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]) -> _Place | None:
+    def _place(
+        self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]
+    ) -> _TurnPlace | None:
         """Return where the turn stands whole; failing that, how it begins after the next header."""
         for header in headers:
-            spelled = _Spelling(self, header).text(drawn)
+            spelled = self._spelling(header)(drawn)
             found = text.find(header + spelled, position) if spelled else -1
             stop = found + len(header) + len(spelled)
             if found >= 0 and self._may_end(text, stop):
-                return _Place(found + len(header), stop, drawn)
+                return _TurnPlace(found + len(header), stop, drawn)
         for header in headers:
             found = text.find(header, position)
             if found >= 0 and (part := self._beginning(text, found + len(header), drawn, header)) is not None:
                 return part
         return None
 
-    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _Place | None:
+    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _TurnPlace | None:
         """Return the longest beginning of a turn that the template has kept: it may trim or close it."""
-        spelling = _Spelling(self, header)
+        spelled = self._spelling(header)
         low, high = 0, len(drawn)
         while low < high:
             middle = (low + high + 1) // 2
-            if text.startswith(spelling.text(drawn[:middle]), start):
+            if text.startswith(spelled(drawn[:middle]), start):
                 low = middle
             else:
                 high = middle - 1
-        stop = start + len(spelling.text(drawn[:low]))
-        return _Place(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
+        stop = start + len(spelled(drawn[:low]))
+        return _TurnPlace(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
+
+    def _spelling(self, header: str) -> Decode:
+        """Return what spells tokens that stand behind a header, so that a leading space survives."""
+        before = self.encode(header)[-_HEADER_TOKEN_COUNT:]
+        known = self.decode(before)
+        return lambda token_ids: _behind(self.decode([*before, *token_ids]), known)
 
     def _may_end(self, text: str, stop: int) -> bool:
         """Whether a token ends there in any case: elsewhere a word of an edited turn could be cut in two."""
@@ -287,22 +380,9 @@ class TurnTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+class _TurnPlace:
     """Tokens for `text[start:stop]`."""
 
     start: int
     stop: int
     token_ids: Sequence[int]
-
-
-class _Spelling:
-    """Text of tokens that stand behind a header, so that a leading space survives."""
-
-    def __init__(self, turns: TurnTokens, header: str) -> None:
-        self._decode = turns.decode
-        self._before = turns.encode(header)[-_HEADER_TOKEN_COUNT:]
-        self._known = turns.decode(self._before)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        whole = self._decode([*self._before, *token_ids])
-        return whole[len(self._known) :] if whole.startswith(self._known) else ""

@@ -99,15 +99,16 @@ class Detokenizer:
         if not self._decode(self._window).startswith(self._known_text + certain):
             return ""
         self._known_text += certain
-        sent, self._echo = certain.removeprefix(self._echo), ""
-        self._returned_byte_count += len(sent.encode())
-        self._pending_byte_count = self._undecided_count = 0
-        return sent
+        return self._returned(certain)
 
     def _commit(self, text: str) -> str:
         self._window = self._window[self._read_index :]
         self._read_index = len(self._window)
         self._known_text = self._decode(self._window)
+        return self._returned(text)
+
+    def _returned(self, text: str) -> str:
+        """Return text that is certain, without what the prompt shows of its first character, and count it."""
         sent, self._echo = text.removeprefix(self._echo), ""
         self._returned_byte_count += len(sent.encode())
         self._pending_byte_count = self._undecided_count = 0

@@ -37,72 +37,57 @@ class InfillTokens:
     """What ends the middle, beside the model's end tokens."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Markers:
-    """One family's names."""
-
-    prefix: str
-    suffix: str
-    middle: str
-    has_implicit_space: bool = False
-    """Whether its tokenizer puts a space in front of whatever it is given."""
-
-
-_FAMILIES = (
-    # Qwen2.5-Coder, CodeGemma.
-    _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    # StarCoder, Granite Code.
-    _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    # SantaCoder.
-    _Markers("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    # DeepSeek-Coder.
-    _Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    # CodeLlama.
-    _Markers("▁<PRE>", "▁<SUF>", "▁<MID>", has_implicit_space=True),
+_MARKERS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
 )
+"""What stands before the prefix, the suffix and the middle, by family."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """How one model is asked to fill a gap. `encode` gives the tokens of a text by itself. Any thread."""
+    """How one model is asked to fill a gap. Any thread."""
 
-    def __init__(
-        self, markers: _Markers, vocabulary: Mapping[str, int], *, encode: Encode, start: tuple[int, ...]
-    ) -> None:
-        """`start` are the tokens that the model wants at every prompt's beginning."""
-        names = (markers.prefix, markers.suffix, markers.middle)
-        self._prefix_id, self._suffix_id, self._middle_id = (vocabulary[name] for name in names)
-        ends = [vocabulary[name] for name in _ENDS if name in vocabulary]
-        self._stop_token_ids = (self._prefix_id, self._suffix_id, self._middle_id, *ends)
-        self._has_implicit_space = markers.has_implicit_space
-        self._encode = encode
-        self._start = start
+    marker_ids: tuple[int, int, int]
+    stop_token_ids: tuple[int, ...]
+    has_implicit_space: bool
+    """Whether its tokenizer puts a space in front of whatever it is given."""
+    encode: Encode
+    """Gives the tokens of a text by itself."""
+    start: tuple[int, ...]
+    """Tokens that the model wants at every prompt's beginning."""
 
     def tokens(self, *, prefix: str, suffix: str) -> InfillTokens:
         """Return the prompt of a gap between two texts."""
-        before, behind = self._encode(prefix), self._bare(suffix)
-        token_ids = (
-            *self._start,
-            self._prefix_id,
-            *before,
-            self._suffix_id,
-            *behind,
-            self._middle_id,
-        )
-        return InfillTokens(token_ids, self._stop_token_ids)
+        prefix_id, suffix_id, middle_id = self.marker_ids
+        before, behind = self.encode(prefix), self._bare(suffix)
+        token_ids = (*self.start, prefix_id, *before, suffix_id, *behind, middle_id)
+        return InfillTokens(token_ids, self.stop_token_ids)
 
     def _bare(self, text: str) -> list[int]:
         """Return the tokens of a text that goes on without a space in front."""
-        if not self._has_implicit_space:
-            return self._encode(text)
-        probe, whole = self._encode(_PROBE), self._encode(_PROBE + text)
-        return whole[len(probe) :] if whole[: len(probe)] == probe else self._encode(text)
+        if not self.has_implicit_space:
+            return self.encode(text)
+        probe, whole = self.encode(_PROBE), self.encode(_PROBE + text)
+        return whole[len(probe) :] if whole[: len(probe)] == probe else self.encode(text)
 
 
 def infill_format_of(
     vocabulary: Mapping[str, int], *, encode: Encode, start: tuple[int, ...]
 ) -> InfillFormat | None:
     """Return how the model of a vocabulary fills gaps; None where nothing says that it was trained to."""
-    for markers in _FAMILIES:
-        if {markers.prefix, markers.suffix, markers.middle} <= vocabulary.keys():
-            return InfillFormat(markers, vocabulary, encode=encode, start=start)
+    for names in _MARKERS:
+        if vocabulary.keys() >= set(names):
+            prefix_id, suffix_id, middle_id = (vocabulary[name] for name in names)
+            ends = (vocabulary[name] for name in _ENDS if name in vocabulary)
+            return InfillFormat(
+                (prefix_id, suffix_id, middle_id),
+                stop_token_ids=(prefix_id, suffix_id, middle_id, *ends),
+                has_implicit_space=names[0] == "▁<PRE>",
+                encode=encode,
+                start=start,
+            )
     return None

@@ -1,20 +1,21 @@
-"""Reasoning tokens of a reply: which of them the model thinks with, by the text that they turn into.
+"""Reasoning tokens of a reply: which tokens the model reasons with, by the text that they become.
 
-Markers are looked for in the text and not among the tokens, as what tells the reply's parts apart does: the
-same marker can be drawn as other tokens than the tokenizer would have chosen.
+Markers are looked for in the text and not among the tokens, as in ReplySplitter: a model may draw a marker as
+other tokens than the tokenizer would choose.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.text.replies.core.reply_format import ReplyFormat
-from icehouse_server.text.replies.reader import ReasoningSpans
+from icehouse_server.text.replies.checked_calls import ReplyCalls
+from icehouse_server.text.replies.reply_format import ReplyFormat
+from icehouse_server.text.values.text_source import TextSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyReasoning:
-    """How the reply to one conversation thinks. Never changes; any thread may start meters of it."""
+    """How the reply to one conversation marks reasoning. Never changes; any thread may start meters of it."""
 
     format: ReplyFormat
     reads_calls: bool
@@ -24,40 +25,34 @@ class ReplyReasoning:
     """The prompt ends within reasoning."""
     start_token_ids: tuple[int, ...] = ()
     end_token_ids: tuple[int, ...] = ()
-    """The marker's tokens; empty where nothing that could be forced ends this model's reasoning."""
+    """Tokens of the end marker; empty where no tokens spell it, so that it cannot be forced."""
 
     def within(self, vocabulary_size: int) -> ReplyReasoning:
-        """Return it for a model with so many tokens: a marker that it cannot draw has none."""
+        """Return the same for a model with so many tokens; markers that it cannot draw get no tokens."""
         start, end = (
             ids if max(ids, default=0) < vocabulary_size else ()
             for ids in (self.start_token_ids, self.end_token_ids)
         )
         return dataclasses.replace(self, start_token_ids=start, end_token_ids=end)
 
-    def meter(self) -> ReasoningMeter:
+    def meter(self) -> ReasoningCounter:
         """Return a meter at the beginning of an output."""
-        return ReasoningMeter(
-            ReasoningSpans(
-                format=self.format,
-                reads_calls=self.reads_calls,
-                opening=self.opening,
-                is_reasoning=self.is_open,
-            ),
-            opening_length=len(self.opening),
-        )
+        return ReasoningCounter(self)
 
 
-class ReasoningMeter:
-    """Counts one output's tokens between its markers. A token counts where its first character lies, or its
-    last, where the text of tokens before comes with it."""
+class ReasoningCounter:
+    """Counts the tokens of one output that lie within reasoning.
 
-    def __init__(self, spans: ReasoningSpans, *, opening_length: int) -> None:
-        self._spans = spans
+    A token lies where its first character does. If text of earlier tokens comes with it, its last one counts.
+    """
+
+    def __init__(self, reasoning: ReplyReasoning) -> None:
+        self._spans = ReasoningSpans(reasoning)
         self._counted = 0
-        self._length = opening_length
+        self._length = len(reasoning.opening)
         """Characters so far."""
         self._waiting: list[int] = []
-        """Where those tokens begin whose text may be the beginning of a marker, or has not come yet."""
+        """Where tokens begin that are not counted yet: their text has not come, or may begin a marker."""
 
     @property
     def is_open(self) -> bool:
@@ -66,16 +61,50 @@ class ReasoningMeter:
 
     @property
     def token_count(self) -> int:
-        """Tokens so far; what may become a marker counts until it is one."""
+        """Tokens of reasoning so far; those that may become a marker count until they are one."""
         return self._counted + (len(self._waiting) if self.is_open else 0)
 
     def push(self, text: str) -> None:
         """Take one more token with the text that became certain with it, which may be empty."""
-        has_company = self._length in self._waiting[-1:]  # a token whose text comes with this one's
-        self._waiting.append(self._length + max(0, len(text) - 1) if has_company else self._length)
+        shares_text = self._length in self._waiting[-1:]  # with the token before
+        self._waiting.append(self._length + max(0, len(text) - 1) if shares_text else self._length)
         self._length += len(text)
         reasoned = self._spans.push(text)
         end = self._spans.certain_length
         judged = [place for place in self._waiting if place < end]
         self._waiting = [place for place in self._waiting if place >= end]
         self._counted += sum(any(place in span for span in reasoned) for place in judged)
+
+
+class ReasoningSpans:
+    """Where an output reasons: read as ReplySplitter reads it, but no calls are checked."""
+
+    def __init__(self, reasoning: ReplyReasoning) -> None:
+        self._source = TextSource()
+        self.calls = ReplyCalls(self._source) if reasoning.reads_calls else None
+        self.is_reasoning = reasoning.is_open
+        """Whether what comes next is reasoning, as far as the text says."""
+        self._spans: list[range] = []
+        self._reading = reasoning.format.layout.read(self._source, self)
+        self.push(reasoning.opening)
+
+    @property
+    def certain_length(self) -> int:
+        """Characters that are known to be reasoning or not."""
+        return self._source.read_length
+
+    def push(self, text: str) -> list[range]:
+        """Add text; return the spans of reasoning that became certain."""
+        if text:
+            self._source.push(text)
+            next(self._reading, None)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def say(self, text: str) -> None:
+        """Pass over text."""
+
+    def think(self, text: str) -> None:
+        """Take a span of reasoning, which is the text that was read last."""
+        end = self._source.read_length
+        self._spans.append(range(end - len(text), end))

@@ -18,14 +18,13 @@ from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.template import ChatTemplate
-from icehouse_server.text.chat.traits import TemplateTraits
 from icehouse_server.text.chat.turn_form import offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
-from icehouse_server.text.replies.reader import ReplySplitter
 from icehouse_server.text.replies.recognition import Vocabulary, find_reply_format
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
@@ -73,19 +72,6 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
-
-    def template_traits(self) -> TemplateTraits | None:
-        """Return what was found of the chat template, with tools on offer if it shows them.
-
-        None without a template. Raises InvalidRequest for one that comes to no end. The first call renders
-        some hundred tiny conversations, which takes about a tenth of a second.
-        """
-        if not self.has_chat_template:
-            return None
-        with self._template_lock:
-            traits = self._renderer.template.traits
-            found = traits(has_tools=True)
-            return found if found.shows_tools else traits(has_tools=False)
 
     @property
     def reply_format(self) -> ReplyFormatInfo | None:

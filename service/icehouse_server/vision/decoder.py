@@ -1,4 +1,4 @@
-"""Image decoder: encoded bytes to pixels, with Pillow, refused by the header before anything is decoded.
+"""Image decoder: encoded bytes to pixels, with Pillow. What is too large is refused by its header.
 
 The bytes say which format it is; what their sender calls them does not count. A photo larger than a model
 could use is scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image
@@ -16,29 +16,40 @@ from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from icehouse_server.domain.chat import ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.jpeg_header import JPEG_START, is_read_in_one_scan
 
 _OTHER_FORMATS: Final = ("PNG", "WEBP", "GIF")
 PIXEL_LIMIT: Final = 89_478_485
-"""Pillow's own bound for what is decoded whole, beyond which it warns or refuses by itself."""
+"""Pillow's own limit for images that are decoded whole; beyond it Pillow warns or refuses."""
 _DECODED_FACTOR: Final = 4
-"""So many times the pixels that are kept may be decoded."""
+"""Pixels that may be decoded, as a multiple of those that are kept."""
 _JPEG_FACTOR: Final = 16
-"""So many times the pixels that are kept a JPEG may have: a decoder halves it once or twice each way as it
-goes, so that what is decoded is within the factor above."""
+"""Pixels that a JPEG may have, as a multiple of those that are kept. A decoder halves its sides once or twice
+as it goes, so that what is decoded stays within the factor above."""
 _DECODED_BYTES: Final = 8
-"""What a decoded pixel takes: Pillow's image of four bytes, and as RGB."""
+"""Memory of a decoded pixel: four bytes in Pillow's image, and the same as RGB."""
 _DECODED_WEBP_BYTES: Final = 20
-"""Of WebP: libwebp's canvas and what it hands over come to that (measured, Pillow 12, Linux)."""
+"""The same for WebP: libwebp's canvas and its output come to that (measured, Pillow 12, Linux)."""
 _KEPT_BYTES: Final = 4
-"""What a kept pixel takes beside that, while it is scaled or turned upright."""
+"""Further memory of a kept pixel, while the image is scaled or turned upright."""
 _SHOWN_LENGTH: Final = 80
-"""Of what callers say in words of their own."""
+"""Characters of a media type that a refusal quotes."""
+
+JPEG_START: Final = b"\xff\xd8\xff"
+
+_SEQUENTIAL: Final = frozenset({0xC0, 0xC1})
+"""Frames of baseline and extended sequential pictures in Huffman codes."""
+_SEGMENTS: Final = _SEQUENTIAL | {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
+"""Segments with a length that may stand before the scan. Decoders skip others too, each in its own way."""
+_SCAN: Final = 0xDA
+_COUNT_OFFSET: Final = 9
+"""From a frame's marker to the number of its components; a scan has it at 4."""
+_LEAST_LENGTH: Final = 2
+"""Of a segment, which counts its own two bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What one request's images may be, and one image."""
+    """Limits of one request's images."""
 
     image_count: int
     size_bytes: int
@@ -88,7 +99,7 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
 
 
 def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
-    """Return the width and height to which an image is scaled down; its own where it is small enough."""
+    """Return the width and height that an image is scaled down to; its own if it is small enough."""
     width, height = size
     if width * height <= limits.pixel_count:
         return size
@@ -145,7 +156,7 @@ def _with_header(source: ImageSource) -> Image.Image:
 
 
 def _check_pixels(source: ImageSource, image: Image.Image, limits: ImageLimits) -> None:
-    """Refuse what would take more memory while it is decoded than an image is given."""
+    """Refuse an image that would take too much memory while it is decoded."""
     limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
     if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
         limit = _JPEG_FACTOR * limits.pixel_count
@@ -171,13 +182,37 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
 
 
 def _told(source: ImageSource) -> str:
-    """Return what the sender calls it: the best hint at what it is instead."""
+    """Return the sender's media type, which hints at what the image really is."""
     return f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
 
 
 def _detail(source: ImageSource, error: Exception) -> str:
-    """Return the decoder's words, which may have bytes of the file in them: nothing for one that the caller
-    only named."""
+    """Return the decoder's words. They may quote the file, so they are left out for an image that the caller
+    only named by its URI."""
     if source.uri:
         return ""
     return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
+
+
+def is_read_in_one_scan(data: bytes) -> bool:
+    """Return whether the first scan of a JPEG has all of a sequential picture; False for an odd header too.
+
+    Then a decoder can drop pixels as it goes. A progressive file, or one whose colours come one after the
+    other, is decoded from coefficients that are held for all of the picture (ITU-T T.81, B.2), whatever scale
+    is wanted: a small file may claim gigabytes so.
+    """
+    at, component_count = 2, None
+    while at + _COUNT_OFFSET < len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # one of several before a marker
+            at += 1
+            continue
+        if marker == _SCAN:
+            return component_count == data[at + 4]
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker not in _SEGMENTS or length < _LEAST_LENGTH:
+            return False
+        if marker in _SEQUENTIAL:
+            component_count = data[at + _COUNT_OFFSET]
+        at += 2 + length
+    return False

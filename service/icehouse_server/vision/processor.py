@@ -1,4 +1,4 @@
-"""Image processor of one model: decoded images to tensors and to the text that stands for them in a prompt.
+"""Image processor of one model: decoded images to tensors and to the text that stands for them.
 
 The tensors are made by the model's own processor, as transformers has it for Pillow and numpy: torch is not
 needed. What identifies an image is made of them: two files with equal pixels are one image. Any thread.
@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, cast
+from typing import Any, Final, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,9 @@ from transformers import AutoImageProcessor
 
 from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.chat import ImageDetail
-from icehouse_server.domain.request import ImageInput, ImageSpan, image_digest
-from icehouse_server.errors import InvalidRequest, ModelError, Reason
-from icehouse_server.vision.tensors import PIXELS, Integers, Pixels, SentTensors
+from icehouse_server.domain.request import ImageInput, image_digest
+from icehouse_server.errors import ModelError, Reason
+from icehouse_server.vision.sent_tensors import PIXELS, Integers, Pixels, SentTensors
 from icehouse_server.vision.views import Views, ViewSettings, views_of
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
@@ -34,11 +34,11 @@ _ROW_TYPES: Final = frozenset({"pixtral", "mistral3"})
 _DEFAULT_TILE_TOKENS: Final = 169
 """`image_seq_len` of SmolVLM's processor where the model's folder does not say."""
 _LOW_TOKENS: Final = 256
-"""Of an image at the low level, where a model takes more for a larger one: about 450 x 450 pixels."""
+"""Most tokens of an image at low detail, which are about 450 x 450 pixels."""
 _DEFAULT_WHOLE_TOKENS: Final = 256
 """`image_seq_length` of Gemma 3's processor, likewise."""
 _EMPTY_TILE: Final = "has a tile of zeros, which the model's code takes for none at all"
-"""It drops such tiles, and fails where none is left or the tokens outnumber the rest."""
+"""The model drops such tiles; it fails where none is left or there are tokens for more of them."""
 _CHANNELS: Final = 3
 _DEFAULT_PATCH_SIZE: Final = 14
 _DEFAULT_IMAGE_SIZE: Final = 336
@@ -54,22 +54,38 @@ class PreparedImage:
     text: str
 
 
-class ImageProcessor(Protocol):
-    """A model's own."""
+class ImageProcessor:
+    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well."""
 
-    mark: str
-    """What the chat template writes where an image stands, and what its tokens are spelled."""
+    mark = "<image>"
+    """What the chat template writes for an image; its tokens are spelled the same."""
+
+    def __init__(self, inner: Any, fingerprint: bytes) -> None:
+        self._inner = inner
+        self._fingerprint = fingerprint
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        """Return the tensors and the text of one image. Raises what its library does for one that it cannot
-        take."""
-        ...
+        """Return the tensors and the text of one image. Raises whatever transformers raises for an image that
+        it cannot prepare."""
+        raise NotImplementedError
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Return images that somebody else has prepared: `prepare`'s own, where the tensors are bit for bit
-        those. Raises InvalidRequest for tensors of another kind, or of others than the tokens that stand
-        for them."""
-        ...
+        """Return images that somebody else has prepared: for equal tensors the same that `prepare` returns.
+        Raises InvalidRequest for tensors that do not fit the model, or not the tokens in the prompt."""
+        raise NotImplementedError
+
+    def _input(
+        self,
+        feature_count: int,
+        *,
+        grid: tuple[int, int, int] | None = None,
+        is_seen_whole: bool = False,
+        **arrays: npt.NDArray[Any],
+    ) -> ImageInput:
+        """Return an image of these arrays, which are named as the model's code names them."""
+        tensors = tuple(_host(name, array) for name, array in arrays.items())
+        digest = image_digest(self._fingerprint, tensors)
+        return ImageInput(digest, tensors, feature_count, grid, is_seen_whole)
 
 
 def open_processor(path: Path, model_type: str) -> ImageProcessor:
@@ -91,34 +107,23 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
         return GridProcessor(inner, fingerprint)
     if model_type == "gemma3":
         if getattr(inner, "do_pan_and_scan", False):
-            raise ModelError(
-                Reason.MODEL_INVALID,
-                f"the image processor in {path} cuts images into crops (do_pan_and_scan), which is not "
-                "served; set it to false in preprocessor_config.json",
-            )
+            raise _not_served(path, "cuts images into crops (do_pan_and_scan)", instead="false")
         token_count = int(configs[1].get("image_seq_length", _DEFAULT_WHOLE_TOKENS))
         return WholeProcessor(inner, fingerprint, token_count=token_count)
     if model_type in _ROW_TYPES:
         if not getattr(inner, "do_resize", True):
-            raise ModelError(
-                Reason.MODEL_INVALID,
-                f"the image processor in {path} leaves images as large as they are (do_resize), which is not "
-                "served; set it to true in preprocessor_config.json",
-            )
+            raise _not_served(path, "leaves images as large as they are (do_resize)", instead="true")
         settings = RowSettings.of(_read(path / "config.json"), configs[1])
         return RowProcessor(inner, fingerprint + repr(settings).encode(), settings)
     tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
     return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
 
 
-class TileProcessor:
-    """Of SmolVLM and Idefics3: an image is cut into tiles, each so many tokens, and shown once more whole."""
-
-    mark = "<image>"
+class TileProcessor(ImageProcessor):
+    """SmolVLM and Idefics3: an image is tiles of equally many tokens, with the whole image behind them."""
 
     def __init__(self, inner: Any, fingerprint: bytes, *, tile_token_count: int) -> None:
-        self._inner = inner
-        self._fingerprint = fingerprint
+        super().__init__(inner, fingerprint)
         self._tile_token_count = tile_token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
@@ -156,9 +161,8 @@ class TileProcessor:
         ]
 
     def _image(self, mask: npt.NDArray[np.bool_], pixels: Pixels) -> ImageInput:
-        tensors = (_host("pixel_attention_mask", mask), _host(PIXELS, pixels))
-        digest = image_digest(self._fingerprint, tensors)
-        return ImageInput(digest, tensors, feature_count=mask.shape[1] * self._tile_token_count)
+        count = mask.shape[1] * self._tile_token_count
+        return self._input(count, pixel_attention_mask=mask, pixel_values=pixels)
 
     def _text(self, row_count: int, column_count: int) -> str:
         """As mlx-vlm and transformers write it: the tiles row by row, then the whole."""
@@ -170,15 +174,10 @@ class TileProcessor:
         return f"{text}{chr(10) if text else ''}{border}<global-img>{tokens}{border}"
 
 
-class GridProcessor:
-    """Of Qwen2.5-VL and Qwen3-VL: an image is a grid of patches, so many of which side by side become one
-    token."""
+class GridProcessor(ImageProcessor):
+    """Qwen2.5-VL and Qwen3-VL: an image is a grid of patches; a square of them becomes one token."""
 
     mark = "<|image_pad|>"
-
-    def __init__(self, inner: Any, fingerprint: bytes) -> None:
-        self._inner = inner
-        self._fingerprint = fingerprint
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         made = self._inner([image], **self._size(detail))
@@ -209,14 +208,13 @@ class GridProcessor:
         return [self._image(grids[index : index + 1], part) for index, part in enumerate(pixels)]
 
     def _image(self, grids: Integers, pixels: Pixels) -> ImageInput:
-        tensors = (_host("image_grid_thw", grids), _host(PIXELS, pixels))
         frames, rows, columns = (int(n) for n in grids[0])
         side = int(self._inner.merge_size)
         grid = (frames, rows // side, columns // side)
-        return ImageInput(image_digest(self._fingerprint, tensors), tensors, math.prod(grid), grid)
+        return self._input(math.prod(grid), grid=grid, image_grid_thw=grids, pixel_values=pixels)
 
     def _size(self, detail: ImageDetail) -> Mapping[str, Any]:
-        """Return what of the processor's own size is replaced; pixels in all, as it names them."""
+        """Return the size that replaces the processor's own, in pixels of the whole image."""
         if detail is not ImageDetail.LOW:
             return {}
         size = self._inner.size
@@ -225,14 +223,13 @@ class GridProcessor:
         return {"size": {"longest_edge": most, "shortest_edge": min(int(size["shortest_edge"]), most)}}
 
 
-class WholeProcessor:
-    """Of Gemma 3: every image is scaled to one size and is so many tokens, each of which sees all of it."""
+class WholeProcessor(ImageProcessor):
+    """Gemma 3: every image is scaled to one size; each of its tokens attends to all of them."""
 
     mark = "<start_of_image>"
 
     def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int) -> None:
-        self._inner = inner
-        self._fingerprint = fingerprint
+        super().__init__(inner, fingerprint)
         self._token_count = token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
@@ -252,19 +249,15 @@ class WholeProcessor:
         return [self._image(pixels[index : index + 1]) for index in range(sent.count)]
 
     def _image(self, pixels: Pixels) -> ImageInput:
-        tensors = (_host(PIXELS, pixels),)
-        digest = image_digest(self._fingerprint, tensors)
-        return ImageInput(digest, tensors, self._token_count, is_seen_whole=True)
+        return self._input(self._token_count, is_seen_whole=True, pixel_values=pixels)
 
 
-class ViewProcessor:
-    """Of LFM2-VL: a large image is tiles and all of it once more, a small one is that alone."""
-
-    mark = "<image>"
+class ViewProcessor(ImageProcessor):
+    """LFM2-VL: a large image is tiles and the whole image, a small one the whole alone."""
 
     def __init__(self, settings: ViewSettings, fingerprint: bytes) -> None:
+        super().__init__(None, fingerprint)
         self._settings = settings
-        self._fingerprint = fingerprint
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         views = views_of(image, self._settings, is_cut=detail is not ImageDetail.LOW)
@@ -298,13 +291,8 @@ class ViewProcessor:
     def _image(
         self, mask: npt.NDArray[np.bool_], patches: Pixels, shapes: npt.NDArray[np.int32]
     ) -> ImageInput:
-        tensors = (
-            _host("pixel_attention_mask", mask),
-            _host(PIXELS, patches),
-            _host("spatial_shapes", shapes),
-        )
-        digest = image_digest(self._fingerprint, tensors)
-        return ImageInput(digest, tensors, sum(self._counts(shapes)))
+        count = sum(self._counts(shapes))
+        return self._input(count, pixel_attention_mask=mask, pixel_values=patches, spatial_shapes=shapes)
 
     def _counts(self, shapes: npt.NDArray[np.int32]) -> list[int]:
         """Return how many tokens each view is."""
@@ -330,7 +318,7 @@ class RowSettings:
     merge_size: int
     """Patches of a token's side."""
     image_size: int
-    """Pixels of the largest image's side whose patches' places the tower knows."""
+    """Pixels of the longest side for which the tower has positions."""
     mark: str
     row_break: str
     """Between two rows."""
@@ -351,24 +339,28 @@ class RowSettings:
         )
 
     @property
+    def token_size(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    @property
     def size_limit(self) -> int:
         """Pixels of the longest side that the tower takes."""
         return self.image_size // self.patch_size * self.patch_size
 
 
-class RowProcessor:
-    """Of Pixtral and Mistral 3: an image keeps its shape and is rows of tokens, as many as it has room for,
-    with a token of text behind each row."""
+class RowProcessor(ImageProcessor):
+    """Pixtral and Mistral 3: an image keeps its shape and becomes rows of tokens, with a token of text behind
+    each row."""
 
     def __init__(self, inner: Any, fingerprint: bytes, settings: RowSettings) -> None:
+        super().__init__(inner, fingerprint)
         self.mark = settings.mark
-        self._inner = inner
-        self._fingerprint = fingerprint
         self._settings = settings
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         settings = self._settings
-        unit = settings.patch_size * settings.merge_size
+        unit = settings.token_size
         scale = self._low_size(image, unit) if detail is ImageDetail.LOW else {}
         made = self._inner([image], patch_size={"height": unit, "width": unit}, **scale)
         sizes = np.asarray(made["image_sizes"], dtype=np.int64)
@@ -384,19 +376,17 @@ class RowProcessor:
         return PreparedImage(self._image(sizes, made[PIXELS]), text)
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Take [images, 3, height, width], of which `image_sizes` tells how much is each image's; all is,
-        without it."""
+        """Take [images, 3, height, width]; `image_sizes` says how much each image fills, by default all."""
         settings = self._settings
         sent.expect(PIXELS, optional=("image_sizes",))
         _, _, height, width = sent.shape(PIXELS, sent.count, _CHANNELS, None, None)
         sizes: Integers = np.array([[height, width]] * sent.count, dtype=np.int64)
         if sent.has("image_sizes"):
             sizes = sent.integers("image_sizes", sent.count, 2)
-        unit = settings.patch_size * settings.merge_size
+        unit = settings.token_size
         for index, (tall, wide) in enumerate(sizes.tolist()):
-            within = 0 < tall <= min(height, settings.size_limit) and 0 < wide <= min(
-                width, settings.size_limit
-            )
+            limit = settings.size_limit
+            within = 0 < tall <= min(height, limit) and 0 < wide <= min(width, limit)
             if not within or tall % unit or wide % unit:
                 sent.refuse(
                     PIXELS,
@@ -412,15 +402,12 @@ class RowProcessor:
         ]
 
     def _image(self, sizes: Integers, pixels: Pixels) -> ImageInput:
-        tensors = (_host("image_sizes", sizes), _host(PIXELS, pixels))
-        digest = image_digest(self._fingerprint, tensors)
-        unit = self._settings.patch_size * self._settings.merge_size
-        height, width = (int(side) // unit for side in sizes[0])
-        return ImageInput(digest, tensors, height * width)
+        height, width = (int(side) // self._settings.token_size for side in sizes[0])
+        return self._input(height * width, image_sizes=sizes, pixel_values=pixels)
 
     def _low_size(self, image: Image.Image, unit: int) -> Mapping[str, Any]:
-        """Return what of the processor's own size is replaced: the longest side, in pixels, with which the
-        image is few enough tokens of `unit` pixels each way, in the shape that it has."""
+        """Return the size that replaces the processor's own: the longest side, in pixels, that comes to few
+        enough tokens of `unit` x `unit` pixels."""
         long, short = max(image.size), min(image.size)
         if -(-long // unit) * -(-short // unit) <= _LOW_TOKENS:
             return {}
@@ -430,43 +417,6 @@ class RowProcessor:
         own = dict(self._inner.size)
         limits = [int(own[name]) for name in ("longest_edge", "height", "width") if own.get(name)]
         return {"size": {"longest_edge": min(edge * unit, *limits)}}
-
-
-def spans_of(
-    token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
-) -> tuple[ImageSpan, ...]:
-    """Return where images stand in a prompt, each from its first token that the tower makes to its last.
-
-    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
-    `check_end` does.
-    """
-    places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
-    wanted = sum(image.feature_count for image in images)
-    if len(places) != wanted:
-        raise InvalidRequest(
-            Reason.CHAT_INVALID,
-            f"the prompt has {len(places)} image tokens and its images have {wanted}; texts must not contain "
-            "the model's own marks of images",
-            field="chat",
-            metadata={"image_tokens": len(places), "expected_image_tokens": wanted},
-        )
-    spans, first = [], 0
-    for image in images:
-        last = first + image.feature_count
-        spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
-        first = last
-    check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="chat")
-    return tuple(spans)
-
-
-def check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
-    """Refuse a prompt that ends in what must be run in one pass: a prompt's last token is run by itself."""
-    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
-        raise InvalidRequest(
-            reason,
-            "the prompt ends with an image; for this model text must follow it, as its own template writes",
-            field=field,
-        )
 
 
 def _has_empty_tile(tiles: Pixels) -> bool:
@@ -479,6 +429,14 @@ def _host(name: str, array: Any) -> HostTensor:
     whole = np.ascontiguousarray(array)
     data = memoryview(cast(Any, whole.reshape(-1).view(np.uint8)))
     return HostTensor(name, _DTYPES[whole.dtype.name], whole.shape, data)
+
+
+def _not_served(path: Path, what: str, *, instead: str) -> ModelError:
+    return ModelError(
+        Reason.MODEL_INVALID,
+        f"the image processor in {path} {what}, which is not served; set it to {instead} in "
+        "preprocessor_config.json",
+    )
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from PIL import Image
 
 _LEAST_TILES: Final = 2
 _MOST_TILES: Final = 10
-"""Folders for MLX say otherwise, and mlx-vlm does not listen: the models were trained so."""
+"""Folders for MLX say otherwise, but mlx-vlm ignores that: the models were trained with these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ViewSettings:
     """Of a view of the whole."""
     tile_size: int
     tolerance: float
-    """How many times as many pixels as the largest view an image may have and be one view."""
+    """An image of up to so many times the pixels of the largest view is one view."""
     resample: Image.Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -40,7 +40,7 @@ class ViewSettings:
 
     @classmethod
     def of(cls, preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
-        """Read both files of a folder, of which the second one counts where both say something."""
+        """Read both files of a folder; the second one counts where they differ."""
         told = {**preprocessor.get("image_processor", preprocessor)}
         told |= processor.get("image_processor", processor)
         return cls(

@@ -26,7 +26,8 @@ from tests.system.cache.server import BLOCK, Answer, CacheServer
 
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
-from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of
+from icehouse_server.vision.image_reader import spans_of
+from icehouse_server.vision.processor import ImageProcessor, open_processor
 
 from tests.fixtures.models import whole_images
 from tests.fixtures.models.vision import FAMILIES, VisionFamily, tiny_vision_dir

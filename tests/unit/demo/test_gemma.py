@@ -13,7 +13,7 @@ from icehouse_server.demo.gemma import (
     make_tokenizer,
     model_config,
 )
-from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
+from icehouse_server.demo.gguf_file import GgufVocabulary, PieceKind
 
 CONTROL, USER, NORMAL, BYTE = PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.NORMAL, PieceKind.BYTE
 PIECES = [
@@ -22,7 +22,7 @@ PIECES = [
     *[(f"<0x{value:02X}>", BYTE) for value in range(256)],
     *[(piece, NORMAL) for piece in ("ab", "abc", f"{SPACE}a", f"{SPACE}ab", "a", "b", "c", SPACE)],
 ]
-VOCABULARY = Vocabulary(
+VOCABULARY = GgufVocabulary(
     pieces=[piece for piece, _ in PIECES],
     kinds=[kind for _, kind in PIECES],
     bos_id=2,

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 import jinja2
 import numpy as np
 import pytest
+from icehouse_server.demo.gguf_file import GgufVocabulary, PieceKind
 from icehouse_server.demo.smollm2 import CHAT_TEMPLATE, convert_tensor, make_tokenizer, model_config
-from icehouse_server.demo.tokenizer import PieceKind, Vocabulary
 from tokenizers.pre_tokenizers import ByteLevel
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGED = {"Ġa": "Ġ a", "ab": "a b", "Ġab": "Ġa b", "12": "1 2", "'s": "' s"}
 PIECES = [*SPECIAL, *sorted(ByteLevel.alphabet()), *MERGED]
-VOCABULARY = Vocabulary(
+VOCABULARY = GgufVocabulary(
     pieces=PIECES,
     kinds=[PieceKind.CONTROL if piece in SPECIAL else PieceKind.NORMAL for piece in PIECES],
     bos_id=1,

@@ -106,11 +106,6 @@ TAKEN = [
     (TaggedJson((CALL,)), ['<call>{"x": 1}</call>'], ['<call>{"x": 1, "description": "made up"}</call>']),
     (TaggedJson((CALL, TURN), may_repeat=True), ['<call>{"x":1}</call>\n<|im_start|>run 7<pad>'], ["hi"]),
     (
-        TaggedJson((CALL, TURN), may_begin_with_text=True),
-        ['<call>{"x":1}</call>', 'a <call\n<call>{"x":1}</call>', "so\n<|im_start|>run 7<pad>"],
-        ["no call", '<call>{"x":1}</call>x'],
-    ),
-    (
         TaggedJson((CALL,), may_repeat=True, trigger="<call>", markers=("<pad>",)),
         ["", "so <call", "a<pad>b", 'so<pad>\n<call>{"x":1}</call> and <call>{"x":2}</call>.'],
         ["<call>", '<call>{"x":"1"}</call>', "a <call>b", 'a<call>{"x":1}</call> <call>no', "<|im_start|>"],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from icehouse_server.domain.chat import Conversation, RenderedChat
-from icehouse_server.text.reasoning import ReasoningMeter
+from icehouse_server.text.reasoning import ReasoningCounter
 
 from tests.fixtures.chat.families import ALTERNATING, THINKING, WEATHER, tokenizer_of, turns
 
 ASKED = turns(("user", "Hi"))
 
 
-def meter(*, opening: str = "", is_open: bool = False, with_tools: bool = False) -> ReasoningMeter:
+def meter(*, opening: str = "", is_open: bool = False, with_tools: bool = False) -> ReasoningCounter:
     conversation = Conversation(ASKED, tools=(WEATHER,) if with_tools else ())
     rendered = RenderedChat((), opening=opening, is_reasoning=is_open)
     found = tokenizer_of(THINKING).reply_reasoning(conversation, rendered)
@@ -19,7 +19,7 @@ def meter(*, opening: str = "", is_open: bool = False, with_tools: bool = False)
     return found.meter()
 
 
-def counts(texts: list[str], made: ReasoningMeter) -> list[int]:
+def counts(texts: list[str], made: ReasoningCounter) -> list[int]:
     """Return the count after each token, whose text this is."""
     found = []
     for text in texts:

@@ -10,10 +10,7 @@ import pytest
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
 from icehouse_server.text.tokenizer import Tokenizer
 
-from tests.fixtures.chat.families import tokenizer_of
-from tests.fixtures.chat.histories import TEMPLATES
 from tests.fixtures.models import tiny_model_dir
-from tests.fixtures.models.chat_templates import Family
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +47,6 @@ def test_others_run_while_a_long_text_is_tokenized(tokenizer: Any) -> None:
 def test_the_longest_token_is_known(tokenizer: Any) -> None:
     vocabulary = tokenizer._wrapper.get_vocab()
     assert tokenizer.longest_token_bytes == max(len(token.encode()) for token in vocabulary)
-
-
-def test_what_the_template_takes_is_told_as_it_is_with_tools_where_it_shows_them() -> None:
-    traits = tokenizer_of(Family(TEMPLATES["described_tools"])).template_traits()
-    assert traits is not None and traits.shows_tools and not traits.wants_tool_list
-    traits = tokenizer_of(Family(TEMPLATES["counted_alternation"])).template_traits()
-    assert traits is not None and not (traits.shows_tools or traits.takes_repeated_roles)
 
 
 class _SlowWrapper:

@@ -8,7 +8,7 @@ import pytest
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
 
-from icehouse_server.vision.jpeg_header import is_read_in_one_scan  # noqa: E402
+from icehouse_server.vision.decoder import is_read_in_one_scan  # noqa: E402
 
 from tests.fixtures.image_files import CMYK_JPEG, JPEG, PNG  # noqa: E402
 

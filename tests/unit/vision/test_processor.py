@@ -19,8 +19,8 @@ Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not insta
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")
 
 from icehouse_server.vision.decoder import ImageLimits  # noqa: E402
-from icehouse_server.vision.processor import ImageProcessor, open_processor, spans_of  # noqa: E402
-from icehouse_server.vision.reader import ImageReader, OpenImages  # noqa: E402
+from icehouse_server.vision.image_reader import ImageReader, PromptImages, spans_of  # noqa: E402
+from icehouse_server.vision.processor import ImageProcessor, open_processor  # noqa: E402
 
 from tests.fixtures.models import pixtral  # noqa: E402
 from tests.fixtures.models.vision import TILE, TILE_TOKEN_COUNT, tiny_vision_dir  # noqa: E402
@@ -71,7 +71,7 @@ def test_a_digest_is_of_the_pixels_and_of_what_makes_them(folder: Path, tmp_path
     assert len(digests) == 3
 
 
-def all_read(reader: ImageReader, sources: Sequence[ImageSource]) -> OpenImages:
+def all_read(reader: ImageReader, sources: Sequence[ImageSource]) -> PromptImages:
     opened = reader.open(sources)
     for _ in sources:
         opened.read_next()

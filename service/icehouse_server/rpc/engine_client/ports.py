@@ -17,7 +17,7 @@ from icehouse_server.domain.stats import EngineStats
 from icehouse_server.errors import IcehouseError
 from icehouse_server.text.infill import InfillTokens
 from icehouse_server.text.reasoning import ReplyReasoning
-from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 StatsReply = Callable[[EngineStats, CacheStats | None], None]
 CommandReply = Callable[[CacheAnswer | IcehouseError], None]

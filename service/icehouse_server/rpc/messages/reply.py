@@ -34,7 +34,7 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
     started_proto,
 )
-from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 """Ends of outputs that would have gone on."""

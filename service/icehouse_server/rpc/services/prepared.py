@@ -13,7 +13,7 @@ from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
 from icehouse_server.rpc.messages.responses import NO_NOTES, ReplyFacts, ReportNotes
-from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

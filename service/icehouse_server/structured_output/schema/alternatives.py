@@ -11,7 +11,7 @@ from typing import Any
 from icehouse_server.structured_output.schema.references import References
 
 _STEP_LIMIT = 20_000
-"""Most comparisons, which is a second; beyond, alternatives count as overlapping."""
+"""Most comparisons, which take a second; beyond that, alternatives count as overlapping."""
 _DEPTH_LIMIT = 8
 _ANNOTATIONS = frozenset({"$ref", "allOf", "title", "description", "default"})
 _NAMING = frozenset({"patternProperties", "propertyNames", "unevaluatedProperties", "anyOf", "oneOf"})
@@ -20,19 +20,19 @@ _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", t
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """A schema of the document, and where it is."""
+class SchemaPart:
+    """A schema of the document, and its JSON pointer."""
 
     schema: Any
     place: str
     outer_names: frozenset[str] | None = frozenset()
-    """Properties that its objects may have in the grammar beside their own; None where they may have any."""
+    """Properties that the grammar lets its objects have beside their own; None for any."""
 
-    def options(self, key: str) -> list[Part]:
+    def options(self, key: str) -> list[SchemaPart]:
         """Return the alternatives under a keyword; none where it is absent."""
         options = self.schema.get(key) if isinstance(self.schema, Mapping) else None
         listed = enumerate(options if isinstance(options, list) else ())
-        return [Part(option, f"{self.place}/{key}/{i}", self.outer_names) for i, option in listed]
+        return [SchemaPart(option, f"{self.place}/{key}/{i}", self.outer_names) for i, option in listed]
 
 
 class Alternatives:
@@ -42,14 +42,14 @@ class Alternatives:
         self._references = references
         self._step_count = 0
 
-    def exclude_each_other(self, parts: list[Part]) -> bool:
-        """Return whether what a grammar makes of one of them is never valid for another."""
+    def exclude_each_other(self, parts: list[SchemaPart]) -> bool:
+        """Return whether no value that a grammar allows for one of them is valid for another."""
         if self._have_tags(parts):
             return True
         return all(self._excludes(one, other, 0) for one, other in itertools.permutations(parts, 2))
 
-    def _have_tags(self, parts: list[Part]) -> bool:
-        """Return whether one required property tells all of them apart: the usual case, and soon found."""
+    def _have_tags(self, parts: list[SchemaPart]) -> bool:
+        """Return whether one required property distinguishes them all: the usual case, and soon found."""
         tags = [
             {
                 name: values
@@ -57,7 +57,7 @@ class Alternatives:
                 if _types(facet) == {"object"}
                 for name in _required(facet)
                 if isinstance(property := _properties(facet).get(name), Mapping)
-                and (values := _values(Part(property, ""))) is not None
+                and (values := _values(SchemaPart(property, ""))) is not None
             }
             for part in parts
         ]
@@ -66,8 +66,8 @@ class Alternatives:
             sum(len(t[name]) for t in tags) == len(set().union(*(t[name] for t in tags))) for name in names
         )
 
-    def _excludes(self, made: Part, other: Part, depth: int) -> bool:
-        """Return whether what a grammar makes of a part is never valid for another."""
+    def _excludes(self, made: SchemaPart, other: SchemaPart, depth: int) -> bool:
+        """Return whether no value that a grammar allows for `made` is valid for `other`."""
         self._step_count += 1
         if self._step_count > _STEP_LIMIT or depth > _DEPTH_LIMIT:
             return False
@@ -87,8 +87,8 @@ class Alternatives:
             _lacks(facets[0], name) for part in others for name in _required(part)
         )
 
-    def _facets(self, part: Part) -> Iterator[Part]:
-        """Yield what a value must match, all of it, as far as `$ref` and `allOf` say."""
+    def _facets(self, part: SchemaPart) -> Iterator[SchemaPart]:
+        """Yield all schemas that a value must match because of `$ref` and `allOf`."""
         remaining, seen = [part], set()
         while remaining:
             part = remaining.pop()
@@ -97,12 +97,12 @@ class Alternatives:
             seen.add(part.place)
             if "$ref" in part.schema:
                 place, schema = self._references.target(part.schema["$ref"], part.place)
-                remaining.append(Part(schema, place, part.outer_names))
+                remaining.append(SchemaPart(schema, place, part.outer_names))
             remaining += part.options("allOf")
             if set(part.schema) - _ANNOTATIONS:
                 yield part
 
-    def _differ(self, made: Part, other: Part, depth: int) -> bool:
+    def _differ(self, made: SchemaPart, other: SchemaPart, depth: int) -> bool:
         types, other_types = _types(made), _types(other)
         if types and other_types and not types & other_types:
             return True
@@ -116,15 +116,15 @@ class Alternatives:
             name in properties
             and name in other_properties
             and self._excludes(
-                Part(properties[name], f"{made.place}/properties/{name}"),
-                Part(other_properties[name], f"{other.place}/properties/{name}"),
+                SchemaPart(properties[name], f"{made.place}/properties/{name}"),
+                SchemaPart(other_properties[name], f"{other.place}/properties/{name}"),
                 depth + 1,
             )
             for name in (*_required(made), *_required(other))
         )
 
 
-def _types(part: Part) -> set[str]:
+def _types(part: SchemaPart) -> set[str]:
     """Return the types of a value that matches; none where it may have any."""
     said = part.schema.get("type")
     if isinstance(said, str):
@@ -137,32 +137,32 @@ def _types(part: Part) -> set[str]:
     }
 
 
-def _values(part: Part) -> set[str] | None:
+def _values(part: SchemaPart) -> set[str] | None:
     values = _listed(part)
     if values is None or any(isinstance(value, float | list | dict) for value in values):
         return None
     return {json.dumps(value) for value in values}
 
 
-def _listed(part: Part) -> list[Any] | None:
+def _listed(part: SchemaPart) -> list[Any] | None:
     if "const" in part.schema:
         return [part.schema["const"]]
     listed = part.schema.get("enum")
     return listed if isinstance(listed, list) else None
 
 
-def _properties(part: Part) -> Mapping[str, Any]:
+def _properties(part: SchemaPart) -> Mapping[str, Any]:
     properties = part.schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _required(part: Part) -> list[str]:
+def _required(part: SchemaPart) -> list[str]:
     names = part.schema.get("required")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _lacks(part: Part, name: str) -> bool:
-    """Return whether a part is an object that never has a property, as the grammar makes it."""
+def _lacks(part: SchemaPart, name: str) -> bool:
+    """Return whether the grammar never gives this object the property."""
     said = part.schema
     if _types(part) != {"object"} or "properties" not in said or set(said) & _NAMING:
         return False

@@ -1,4 +1,4 @@
-"""Patterns and formats of strings, as patterns without look-around. Pure functions, any thread.
+"""Patterns, formats and property names, as patterns without look-around. Pure functions, any thread.
 
 A grammar can keep a string to several patterns at once, so what a pattern demands by looking ahead from its
 beginning becomes a pattern of its own. What looks elsewhere is known by its text, or cannot be kept.
@@ -6,12 +6,17 @@ beginning becomes a pattern of its own. What looks elsewhere is known by its tex
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from icehouse_server.structured_output.schema.references import References, UnusableSchema
 
 GRAMMAR_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats that llguidance keeps to."""
+"""Formats that llguidance enforces."""
 
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -30,7 +35,7 @@ FORMAT_PATTERNS = {
     "ipv4network": _NETWORK,
     "ipv4interface": _NETWORK,
 }
-"""Further formats of pydantic's whose shape is a pattern."""
+"""More formats of pydantic, written as patterns."""
 
 NAME_PATTERNS = {
     **{name: pattern for name, pattern in FORMAT_PATTERNS.items() if name.startswith("uuid")},
@@ -38,7 +43,7 @@ NAME_PATTERNS = {
     "date": rf"^[0-9]{{4}}-(?:0[1-9]|1[0-2])-{_DAY}$",
     "ipv4": rf"^(?:{_BYTE}\.){{3}}{_BYTE}$",
 }
-"""Formats of property names: llguidance holds names to patterns only."""
+"""Formats of property names, for which llguidance knows patterns only."""
 
 _SECONDS = r"\d+(?:[.,]\d+)?S"
 _TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
@@ -63,12 +68,18 @@ _DECIMAL_DIGITS = re.compile(
     r"\\d(?:\*|\{0,\d{1,3}\})\\\.\\d(?:\*|\{0,(\d{1,3})\})0\*\$\)"
 )
 
+_DEPTH_LIMIT = 16
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$id", "id"}
+)
+
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _LOOK_AHEAD = _LOOK_AROUND[0]
 
 
 def without_look_around(pattern: str) -> tuple[str, ...] | None:
-    """Return patterns that together match what this one does; None where it looks around in another way."""
+    """Return patterns that together match the same; None for look-around of another kind."""
     if not _looks_around(pattern):
         return (pattern,)
     known = _KNOWN.get(pattern) or _email(pattern)
@@ -110,7 +121,7 @@ def _decimal(rest: str) -> tuple[str, ...] | None:
 
 
 def _split(pattern: str) -> tuple[str, ...] | None:
-    """Return what a pattern that begins with `^(?=…)(?=…)` wants ahead, each by itself, and the rest."""
+    """Return the parts of a pattern that begins with `^(?=…)(?=…)`: each look-ahead, then the rest."""
     if not pattern.startswith("^"):
         return None
     rest, parts = pattern[1:], []
@@ -127,7 +138,7 @@ def _split(pattern: str) -> tuple[str, ...] | None:
 
 
 def _depths(pattern: str) -> list[tuple[int, str, int]]:
-    """Return the place of each parenthesis and bar that means one, itself, and the depth it stands at."""
+    """Return each parenthesis and bar that is no literal: its index, itself and its depth."""
     found: list[tuple[int, str, int]] = []
     depth, in_class, is_escaped = 0, False, False
     for index, character in enumerate(pattern):
@@ -144,7 +155,7 @@ def _depths(pattern: str) -> list[tuple[int, str, int]]:
 
 
 def _group_end(pattern: str) -> int | None:
-    """Return where the group closes that a pattern begins with."""
+    """Return the index at which the first group of a pattern closes."""
     return next(
         (index for index, character, depth in _depths(pattern) if character == ")" and not depth), None
     )
@@ -159,3 +170,80 @@ def _looks_around(pattern: str) -> bool:
 
 def _has_alternatives(pattern: str) -> bool:
     return any(character == "|" and not depth for _, character, depth in _depths(pattern))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Names:
+    """Property names that are allowed."""
+
+    texts: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    are_any: bool = False
+    """Whether all others are allowed too."""
+    unenforced: tuple[str, ...] = ()
+    """Keywords that are not enforced, by their JSON pointers."""
+
+
+def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names:
+    """Return what a `propertyNames` at `place` allows; raises UnusableSchema."""
+    if depth > _DEPTH_LIMIT:
+        raise UnusableSchema(
+            f"names are described by more than {_DEPTH_LIMIT} schemas within each other", place
+        )
+    if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
+        target_place, target = references.target(schema["$ref"], place)
+        return allowed_names(target, target_place, references, depth=depth + 1)
+    if isinstance(schema, bool):
+        return Names(are_any=schema)
+    if not isinstance(schema, Mapping):
+        raise UnusableSchema("a JSON schema is an object, true or false", place)
+    said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    kind = said.pop("type", "string")
+    if set(said) == {"enum"} or set(said) == {"const"}:
+        # Enums of numbers too, as names spell them: what pydantic makes of a dict by an IntEnum.
+        texts = said["enum"] if "enum" in said else [said["const"]]
+        return Names(texts=tuple(_spelled(texts)))
+    for key in ("anyOf", "oneOf"):
+        if set(said) == {key} and isinstance(said[key], list):
+            options = enumerate(said[key])
+            return _either(
+                [allowed_names(s, f"{place}/{key}/{i}", references, depth=depth + 1) for i, s in options]
+            )
+    if kind != "string":
+        raise UnusableSchema("names are strings: give their type as string, or an enum", f"{place}/type")
+    return _patterned(said, place)
+
+
+def _patterned(said: dict[str, Any], place: str) -> Names:
+    """Return the names that one pattern, one known format or a length allows."""
+    known = NAME_PATTERNS.get(str(said.get("format")))
+    if known is not None and set(said) == {"format"}:
+        return Names(patterns=(known,))
+    unenforced = (f"{place}/format",) if said.pop("format", None) is not None else ()
+    if not said:
+        return Names(are_any=True, unenforced=unenforced)
+    if set(said) == {"pattern"} and isinstance(said["pattern"], str):
+        patterns = without_look_around(said["pattern"])
+        if patterns is not None and len(patterns) == 1:
+            return Names(patterns=patterns, unenforced=unenforced)
+    elif set(said) <= {"minLength", "maxLength"} and all(type(v) is int and v >= 0 for v in said.values()):
+        bounds = f"{said.get('minLength', 0)},{said.get('maxLength', '')}"
+        return Names(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
+    raise UnusableSchema(
+        "names can be held to an enum, to one pattern without look-around or to a length, not to more", place
+    )
+
+
+def _either(options: list[Names]) -> Names:
+    return Names(
+        texts=tuple(text for names in options for text in names.texts),
+        patterns=tuple(pattern for names in options for pattern in names.patterns),
+        are_any=any(names.are_any for names in options),
+        unenforced=tuple(place for names in options for place in names.unenforced),
+    )
+
+
+def _spelled(values: Any) -> list[str]:
+    if not isinstance(values, list):
+        return []
+    return [str(v) for v in values if isinstance(v, str) or (isinstance(v, int) and not isinstance(v, bool))]

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SHOWN_LENGTH = 80
 
 
-class UnusableSchema(ValueError):
-    """A schema that cannot be kept to: what is wrong with it, and at which JSON pointer."""
+class Mistake(ValueError):
+    """What is wrong with a form, and where: a JSON pointer, "line 2, column 5" or "" for no place."""
 
-    def __init__(self, detail: str, place: str) -> None:
+    def __init__(self, detail: str, place: str = "") -> None:
         super().__init__(detail)
         self.detail = detail
-        self.place = place or "/"
+        self.place = place
+
+
+class UnusableSchema(Mistake):
+    """A schema that cannot be enforced: what is wrong with it, and at which JSON pointer."""
+
+    def __init__(self, detail: str, place: str) -> None:
+        super().__init__(detail, place or "/")
 
 
 class References:
@@ -59,13 +66,24 @@ class References:
         return (place, part) if isinstance(part, Mapping | bool) else None
 
 
+def parts_of(document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a JSON document, each with its pointer, the document's own first."""
+    remaining = [("", document)]
+    while remaining:
+        place, part = remaining.pop()
+        if isinstance(part, Mapping):
+            yield place, part
+        children = part.items() if isinstance(part, Mapping) else enumerate(part)
+        remaining += [(f"{place}/{escaped(str(k))}", v) for k, v in children if isinstance(v, Mapping | list)]
+
+
 def escaped(name: str) -> str:
     """Write a name as RFC 6901 wants it in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def _key(part: Any, step: str) -> str | int | None:
-    """Return the key that a step of a pointer names: not all libraries encode it as RFC 6901 says."""
+    """Return the key that a step of a pointer names; not all libraries encode it as RFC 6901 says."""
     if isinstance(part, list):
         return int(step) if step.isascii() and step.isdecimal() and int(step) < len(part) else None
     if not isinstance(part, Mapping):
@@ -77,11 +95,7 @@ def _key(part: Any, step: str) -> str | int | None:
 
 def _anchors(document: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    remaining = [("", document)]
-    while remaining:
-        place, part = remaining.pop()
-        children = part.items() if isinstance(part, Mapping) else enumerate(part)
-        remaining += [(f"{place}/{escaped(str(k))}", v) for k, v in children if isinstance(v, Mapping | list)]
+    for place, part in parts_of(document):
         if anchor := _text(part, "$anchor"):
             found.setdefault(anchor, place)
     return found

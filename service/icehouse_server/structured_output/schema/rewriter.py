@@ -1,4 +1,4 @@
-"""Schema rewriter: a caller's JSON schema as one of the keywords that a grammar keeps to. A pure function.
+"""Schema rewriter: turns a caller's JSON schema into keywords that a grammar can enforce. A pure function.
 
 What a library writes by default is kept where a grammar can keep it, said in other keywords where llguidance
 wants that, left out where JSON Schema calls it an annotation, and refused with its place otherwise. An output
@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from icehouse_server.structured_output.schema.alternatives import Alternatives, Part
-from icehouse_server.structured_output.schema.names import allowed_names
+from icehouse_server.structured_output.schema.alternatives import Alternatives, SchemaPart
 from icehouse_server.structured_output.schema.patterns import (
     FORMAT_PATTERNS,
     GRAMMAR_FORMATS,
+    allowed_names,
     without_look_around,
 )
 from icehouse_server.structured_output.schema.references import References, UnusableSchema, escaped
@@ -33,9 +33,9 @@ _KEPT = frozenset(
 )
 """Keywords that stay as they are."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-"""Bounds of numbers, and on which side of all numbers one that changes nothing lies."""
+"""Bounds of numbers, and the sign of a bound so large that it changes nothing."""
 _BOUND_LIMIT = 10**18
-"""Beyond it llguidance builds no bounds, those of zod's float32 and float64 for example."""
+"""llguidance builds no larger bounds, such as those of zod's float32 and float64."""
 _NAMED = ("properties", "patternProperties")
 _REFUSED = frozenset(
     {
@@ -60,26 +60,26 @@ class Rewritten:
 
     schema: Object
     unenforced: tuple[str, ...] = ()
-    """Keywords of the caller's schema that they are not held to, by their JSON pointers."""
+    """Keywords of the caller's schema that are not enforced, by their JSON pointers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Closing:
-    """How the objects of a schema get no other properties than it names, where it does not say of them."""
+    """How objects are closed to properties that a schema does not name, where it says nothing of these."""
 
     names: frozenset[str] = frozenset()
-    """Properties that are known further out."""
+    """Properties that an outer schema names."""
     patterns: frozenset[str] = frozenset()
     is_asked_for: bool = False
-    """Whether the schema itself says so, with `unevaluatedProperties`, and not just nothing."""
+    """Whether the schema itself closes them, with `unevaluatedProperties`."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether a schema that knows of no property stays as it is."""
+        """Whether a schema that names no property stays as it is."""
         return not (self.names or self.patterns or self.is_asked_for)
 
-    def with_known(self, known: _Known) -> _Closing:
-        """Return how alternatives are closed beside a part that knows of properties."""
+    def with_known(self, known: _KnownNames) -> _Closing:
+        """Return how alternatives are closed beside a part that names properties."""
         return dataclasses.replace(
             self,
             names=self.names.union(known.names_for(self)),
@@ -88,25 +88,25 @@ class _Closing:
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
-    """What a schema says of an object's properties, with what it refers to."""
+class _KnownNames:
+    """What a schema, with its references, says of an object's properties."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
     required: dict[str, None] = dataclasses.field(default_factory=dict)
     patterns: dict[str, None] = dataclasses.field(default_factory=dict)
     is_object: bool = False
     is_open: bool = False
-    """Whether it says of further properties."""
+    """Whether it says something of other properties."""
     is_conditional: bool = False
-    """Whether some are known in an alternative only."""
+    """Whether only an alternative names some of them."""
 
     def names_for(self, closing: _Closing) -> dict[str, None]:
-        """Return the properties that may be there; one that is only required is evaluated by nothing."""
+        """Return the properties that objects may have; only-required ones do not count as evaluated."""
         return self.names if closing.is_asked_for else {**self.names, **self.required}
 
 
 def rewritten(schema: Any) -> Rewritten:
-    """Return a schema as a grammar can keep it; raises UnusableSchema."""
+    """Return a schema that a grammar can enforce; raises UnusableSchema."""
     return _Rewriter(schema).result()
 
 
@@ -118,7 +118,7 @@ class _Rewriter:
         self._part_count = 0
         self._unenforced: dict[str, None] = {}
         self._names: dict[tuple[str, _Closing | None], str] = {}
-        """Names in the new schema of what is referred to."""
+        """Names of definitions in the new schema, by what is referred to."""
         self._taken: set[str] = set()
         self._waiting: collections.deque[tuple[str, Any, str, _Closing | None]] = collections.deque()
 
@@ -156,7 +156,9 @@ class _Rewriter:
             where = f"{place}/{escaped(keyword)}"
             if keyword in _IN_PLACE:
                 closes = keyword == _closing_keyword(said)
-                self._add_in_place(made, said, keyword, Part(value, place), inner if closes else None, depth)
+                self._add_in_place(
+                    made, said, keyword, SchemaPart(value, place), inner if closes else None, depth
+                )
             elif keyword == "pattern" and isinstance(value, str):
                 self._add_patterns(made, value, where)
             elif keyword == "format" and isinstance(value, str):
@@ -166,10 +168,10 @@ class _Rewriter:
             elif keyword in (*_KEPT, "pattern", "format"):
                 made[keyword] = value
             else:
-                self._add_inner(made, said, keyword, Part(value, where), depth)
+                self._add_inner(made, said, keyword, SchemaPart(value, where), depth)
         return self._closed(made, said, place, closing)
 
-    def _add_inner(self, made: Object, said: Object, keyword: str, part: Part, depth: int) -> None:
+    def _add_inner(self, made: Object, said: Object, keyword: str, part: SchemaPart, depth: int) -> None:
         """Add the schemas of an object's properties or an array's items; leave out any other keyword."""
         has_first_items = isinstance(said.get("items"), list)  # as before draft 2020-12
         new_keyword = {
@@ -197,7 +199,7 @@ class _Rewriter:
             raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", place)
 
     def _plain(self, schema: Mapping[str, Any], place: str) -> Object | None:
-        """Return a schema without what can be said in plainer keywords; None where nothing matches it."""
+        """Return a schema in plainer keywords; None where nothing matches it."""
         said = dict(schema)
         _check_shapes(said, place)
         for keyword in _REFUSED & set(said):
@@ -229,7 +231,7 @@ class _Rewriter:
         raise UnusableSchema(f"`{keyword}` cannot be kept to", f"{place}/{escaped(keyword)}")
 
     def _plain_unevaluated(self, said: Object, place: str) -> None:
-        """Say `unevaluated…` as `additional…` where there is nothing else that evaluates."""
+        """Write `unevaluated…` as `additional…` where nothing else evaluates."""
         is_plain = not set(_IN_PLACE) & set(said)
         items = said.pop("unevaluatedItems", True)
         if items not in (True, {}) and "items" not in said:
@@ -252,7 +254,7 @@ class _Rewriter:
             said["additionalProperties"] = said.pop("unevaluatedProperties")
 
     def _plain_names(self, said: Object, place: str, value_keyword: str) -> None:
-        """Say `propertyNames` as properties and patterns."""
+        """Write `propertyNames` as properties and patterns."""
         where = f"{place}/propertyNames"
         names = allowed_names(said.pop("propertyNames"), where, self._references)
         self._unenforced.update(dict.fromkeys(names.unenforced))
@@ -290,7 +292,7 @@ class _Rewriter:
         return f"#/$defs/{name}"
 
     def _add_in_place(
-        self, made: Object, said: Object, keyword: str, part: Part, closing: _Closing | None, depth: int
+        self, made: Object, said: Object, keyword: str, part: SchemaPart, closing: _Closing | None, depth: int
     ) -> None:
         value, where = part.schema, f"{part.place}/{keyword}"
         if keyword == "$ref":
@@ -299,7 +301,7 @@ class _Rewriter:
         parts = [self._schema(each, f"{where}/{i}", closing, depth + 1) for i, each in enumerate(value)]
         if keyword == "oneOf":
             outer = None if closing is None or closing.patterns else closing.names
-            options = [Part(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
+            options = [SchemaPart(each, f"{where}/{i}", outer) for i, each in enumerate(value)]
             if not self._alternatives.exclude_each_other(options):
                 raise UnusableSchema(
                     "alternatives of `oneOf` may match the same value: use anyOf, or others",
@@ -329,7 +331,7 @@ class _Rewriter:
             self._unenforced[where] = None
 
     def _inner_closing(self, said: Object, place: str, closing: _Closing | None) -> _Closing | None:
-        """Return how what applies in place is closed: None where that is done around it, or not at all."""
+        """Return how subschemas in place are closed; None where that is done around them, or not at all."""
         if closing is None or not set(_IN_PLACE) & set(said) or "additionalProperties" in said:
             return None
         key = _closing_keyword(said)
@@ -338,7 +340,7 @@ class _Rewriter:
         return None if base.is_open or key is None else closing.with_known(base)
 
     def _closed(self, made: Object, said: Object, place: str, closing: _Closing | None) -> Object:
-        """Return a schema with the properties closed that it leaves open, unless its alternatives do that."""
+        """Return a schema that allows no other properties, unless its alternatives see to that."""
         if closing is None or "additionalProperties" in said or _closing_keyword(said) is not None:
             return made
         known = self._known(said, place)
@@ -361,9 +363,9 @@ class _Rewriter:
                 made[keyword] = {**named, **{name: True for name in allowed if name not in named}}
         return {**made, "additionalProperties": False}
 
-    def _known(self, schema: Any, place: str) -> _Known:
-        """Return the properties that a schema, and what applies in its place, know of."""
-        known = _Known()
+    def _known(self, schema: Any, place: str) -> _KnownNames:
+        """Return the properties that a schema and its subschemas in place name."""
+        known = _KnownNames()
         remaining, seen = [(schema, place, False)], set()
         while remaining:
             part, where, is_option = remaining.pop()
@@ -391,7 +393,7 @@ class _Rewriter:
 
 
 def _is_beyond(keyword: str, bound: Any, said: Object) -> bool:
-    """Return whether a bound is so far out that only numbers no answer has lie behind it."""
+    """Return whether a bound is so large that no answer reaches it."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         return False
     limit = (1 << 63) - 1 if said.get("type") == "integer" else _BOUND_LIMIT
@@ -408,7 +410,7 @@ def _check_shapes(said: Object, place: str) -> None:
                 raise UnusableSchema(f"`{keyword}` must be {words}", f"{place}/{keyword}")
 
 
-def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
+def _check_unconditional(known: _KnownNames, closing: _Closing, place: str) -> None:
     if closing.is_asked_for and known.is_conditional:
         raise UnusableSchema(
             "`unevaluatedProperties` cannot be kept to where alternatives in allOf or $ref name some", place
@@ -416,7 +418,7 @@ def _check_unconditional(known: _Known, closing: _Closing, place: str) -> None:
 
 
 def _closing_keyword(said: Object) -> str | None:
-    """Return the keyword whose schemas are closed each by itself; None where the whole is, or nothing."""
+    """Return the keyword whose schemas are closed one by one; None where the whole is closed, or nothing."""
     key = next((key for key in ("anyOf", "oneOf") if isinstance(said.get(key), list)), None)
     if key is not None or {*_NAMED, "required"} & set(said):
         return key
@@ -426,7 +428,7 @@ def _closing_keyword(said: Object) -> str | None:
 
 
 def _plain_name(name: str, keyword: str) -> str:
-    """Return a property's name, or the pattern of names without look-around, where it can be had."""
+    """Return a property's name, or a pattern of names, without look-around if possible."""
     patterns = without_look_around(name) if keyword == "patternProperties" else None
     return patterns[0] if patterns is not None and len(patterns) == 1 else name
 

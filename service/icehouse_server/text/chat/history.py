@@ -1,4 +1,4 @@
-"""History fit: turns made to suit a chat template, renamed, folded and merged as far as it needs. Pure.
+"""History fit: turns are renamed, folded and merged as far as a chat template needs. Pure.
 
 What a turn says is never dropped: a role that the template does not take speaks as another one, and a turn
 that it does not take where it stands gets an empty one before it. What is done to a turn depends on the
@@ -18,7 +18,7 @@ from icehouse_server.domain.chat import ChatMessage, PlacedImage, ToolCall
 from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPlace
 
 _GAP = "\n\n"
-"""Between texts that were turns of their own."""
+"""Stands between the texts of merged turns."""
 _NINE_LETTERS = re.compile(r"[A-Za-z0-9]{9}")
 _NAMED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -26,9 +26,9 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Return the turns as the template takes them."""
-    turns = [_spoken(_renamed(message, traits), traits) for message in messages]
-    turns = _Links(traits).turns(_merge(turns, roles={"system"}))
+    """Return the turns in a form that the template supports."""
+    turns = [_with_filler(_with_known_role(message, traits), traits) for message in messages]
+    turns = _ResultLinks(traits).turns(_merge(turns, roles={"system"}))
     if not traits.shows_tool_results:
         turns = _results_as_text(turns)
     if not traits.shows_tool_calls:
@@ -40,27 +40,27 @@ def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMes
         turns = _merge(turns, roles={"user", "assistant"})
     if not traits.takes_text_beside_calls:
         turns = [part for turn in turns for part in _text_before_calls(turn)]
-    turns = _spaced(turns, traits) if traits.takes_repeated_roles else _alternating(turns, traits)
+    turns = _with_fillers(turns, traits) if traits.takes_repeated_roles else _alternating(turns, traits)
     if traits.tool_place is not ToolPlace.VARIABLE and (not turns or turns[0].role != "system"):
         turns.insert(0, ChatMessage("system", ""))
     return turns
 
 
-def _renamed(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+def _with_known_role(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
     if message.role == "developer" and not traits.knows_developer:
         return dataclasses.replace(message, role="system")
     return message
 
 
-def _spoken(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
-    """Return the turn with a word where it is silent and the template refuses that."""
+def _with_filler(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+    """Return the turn with a filler where it says nothing and the template refuses that."""
     says = message.content or message.images or message.tool_calls or message.reasoning
     is_silent = not says and message.role != "tool"
-    return dataclasses.replace(message, content=traits.spacer) if is_silent else message
+    return dataclasses.replace(message, content=traits.filler) if is_silent else message
 
 
 def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:
-    """Make one turn of those of one role in a row. A turn with calls is answered, so it ends its row."""
+    """Merge neighbours of one role. A turn with calls is the last of its row: results follow."""
     rows: list[list[ChatMessage]] = []
     for turn in turns:
         last = rows[-1][-1] if rows else None
@@ -90,7 +90,7 @@ def _merged(row: Sequence[ChatMessage]) -> ChatMessage:
 
 
 def _named(turn: ChatMessage) -> ChatMessage:
-    """Return the turn with its speaker's name in its text: it becomes one with another speaker's."""
+    """Return the turn with its speaker's name in its text, to be merged with another speaker's."""
     if turn.name is None:
         return turn
     head = f"{turn.name}: "
@@ -98,27 +98,19 @@ def _named(turn: ChatMessage) -> ChatMessage:
     return dataclasses.replace(turn, name=None, content=head + turn.content, images=images)
 
 
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """A call whose result is awaited: its id as it was sent, and the call as the template sees it."""
-
-    sent_id: str
-    call: ToolCall
-
-
-class _Links:
-    """Ties results to their calls, one history long: ids as the template takes them, no two alike; a result
-    behind its call, in the calls' order, with its tool's name."""
+class _ResultLinks:
+    """Links the results of one history to their calls. Ids become unique and such as the template supports;
+    results follow their calls in the calls' order, with the tool's name."""
 
     def __init__(self, traits: TemplateTraits) -> None:
         self._traits = traits
         self._turns: list[ChatMessage] = []
-        self._open: list[_Call] = []
-        """Calls of the latest turn that have no result yet."""
+        self._open: list[tuple[str, ToolCall]] = []
+        """Calls of the latest turn without a result: the id that was sent, and the call for the template."""
         self._row: list[ChatMessage] = []
-        """Their results."""
+        """Results of the latest turn's calls."""
         self._ids: dict[str, str] = {}
-        """From the ids that were sent to those that stand for them."""
+        """The new id for each id that was sent."""
         self._taken: set[str] = set()
         self._call_count = 0
 
@@ -129,7 +121,8 @@ class _Links:
                 continue
             self._close_row()
             if self._open and not self._traits.takes_open_calls:
-                self._turns += [_answer(ChatMessage("tool", self._traits.spacer), o.call) for o in self._open]
+                silent = ChatMessage("tool", self._traits.filler)
+                self._turns += [_answer(silent, call) for _, call in self._open]
             self._open = []
             self._turns.append(self._with_ids(turn) if turn.tool_calls else turn)
         self._close_row()
@@ -138,11 +131,11 @@ class _Links:
     def _with_ids(self, turn: ChatMessage) -> ChatMessage:
         for call in turn.tool_calls:
             id = self._id(call.id, call.name)
-            self._open.append(_Call(call.id, dataclasses.replace(call, id=id)))
-        return dataclasses.replace(turn, tool_calls=tuple(o.call for o in self._open))
+            self._open.append((call.id, dataclasses.replace(call, id=id)))
+        return dataclasses.replace(turn, tool_calls=tuple(call for _, call in self._open))
 
     def _id(self, sent_id: str, name: str) -> str:
-        """Return the id that stands for the next call: the one that was sent if the template takes it."""
+        """Return the id of the next call: the one that was sent, if the template supports it."""
         index, self._call_count = self._call_count, self._call_count + 1
         id = _id_as_taken(sent_id or f"call_{index}", name, index, self._traits)
         while id in self._taken:  # some servers begin at call_0 with each turn
@@ -165,15 +158,15 @@ class _Links:
             self._turns.append(_result_as_text(result))
 
     def _called(self, result: ChatMessage) -> ToolCall | None:
-        """Return the open call of a result: by its id, or in the calls' order where no call has its id."""
-        found = [o for o in self._open if o.sent_id == result.tool_call_id]
+        """Return the open call of a result: by id, or the next one where no call has this id."""
+        found = [each for each in self._open if each[0] == result.tool_call_id]
         if not found and result.tool_call_id not in self._ids:
-            found = [o for o in self._open if o.call.name == result.name] or self._open
+            found = [each for each in self._open if each[1].name == result.name] or self._open
         if not found:
             return None
         first = found[0]
         self._open.remove(first)
-        return first.call
+        return first[1]
 
     def _close_row(self) -> None:
         if not self._row:
@@ -199,7 +192,7 @@ def _id_as_taken(id: str, name: str, index: int, traits: TemplateTraits) -> str:
 
 
 def _results_as_text(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the turns with what the user says instead of each row of results."""
+    """Return the turns with a user's turn in the place of each row of results."""
     texts: list[ChatMessage] = []
     for is_result, row in itertools.groupby(turns, key=lambda turn: turn.role == "tool"):
         if is_result:
@@ -223,7 +216,7 @@ def _calls_as_text(turn: ChatMessage) -> ChatMessage:
 
 
 def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the turns with each of several calls in a turn of its own, its result behind it."""
+    """Return the turns with each call in a turn of its own and its result behind it."""
     single: list[ChatMessage] = []
     waiting: list[ChatMessage] = []
     for turn in turns:
@@ -245,8 +238,8 @@ def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
-    """Return the turn's text and its calls as two turns. What it thought stays with the calls: templates
-    that drop thoughts keep those of a loop that goes on."""
+    """Return the turn's text and its calls as two turns. Reasoning stays with the calls: templates that drop
+    it keep that of a tool loop which goes on."""
     if not (turn.tool_calls and turn.content):
         return [turn]
     text = dataclasses.replace(turn, reasoning="", tool_calls=())
@@ -254,8 +247,8 @@ def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
 
 
 def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Put the text of system turns that the template does not take before the user's turn that follows; where
-    another follows, the text is a user's turn itself."""
+    """Move the text of unsupported system turns into the user's turn that follows. Where no user's turn
+    follows, the text becomes one."""
     is_alone = all(turn.role in _SYSTEM_ROLES for turn in turns)
     folded: list[ChatMessage] = []
     waiting = ""
@@ -280,35 +273,35 @@ def _fold_systems(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[
 
 
 def _alternating(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Return the turns with one between each two that do not alternate. Calls and results do not count, but
-    a call, too, has a question before it."""
-    spaced: list[ChatMessage] = []
+    """Return the turns with fillers, so that users and assistants alternate. Results do not count; calls need
+    a user's turn before them as well."""
+    filled: list[ChatMessage] = []
     expected = "user"
     for turn in turns:
         if turn.role in ("user", "assistant"):
             if turn.role != expected:
-                spaced.append(ChatMessage(expected, traits.spacer))
+                filled.append(ChatMessage(expected, traits.filler))
             expected = "user" if turn.role == "assistant" and not turn.tool_calls else "assistant"
-        spaced.append(turn)
-    return spaced
+        filled.append(turn)
+    return filled
 
 
-def _spaced(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
-    """Return the turns with one before each that the template does not take where it stands."""
-    spaced: list[ChatMessage] = []
+def _with_fillers(turns: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
+    """Return the turns with a filler before each that the template does not support where it stands."""
+    filled: list[ChatMessage] = []
     for turn in turns:
-        is_first = all(before.role in _SYSTEM_ROLES for before in spaced)
+        is_first = all(before.role in _SYSTEM_ROLES for before in filled)
         if turn.role == "assistant" and is_first and not traits.takes_first_assistant:
-            spaced.append(ChatMessage("user", traits.spacer))
+            filled.append(ChatMessage("user", traits.filler))
         if (
             turn.role == "user"
-            and spaced
-            and spaced[-1].role == "tool"
+            and filled
+            and filled[-1].role == "tool"
             and not traits.takes_user_after_result
         ):
-            spaced.append(ChatMessage("assistant", traits.spacer))
-        spaced.append(turn)
-    return spaced
+            filled.append(ChatMessage("assistant", traits.filler))
+        filled.append(turn)
+    return filled
 
 
 def _moved(images: Sequence[PlacedImage], length: int) -> tuple[PlacedImage, ...]:

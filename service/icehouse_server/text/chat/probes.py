@@ -1,27 +1,41 @@
-"""Probes of a chat template: small histories that are rendered to find what it takes and what it shows.
+"""Probes of a chat template: small histories that are rendered to find what it supports and what it shows.
 
 A trait is believed where the words of every history came out with it. Where no way of writing a history
 works the trait says that it is taken, and the template refuses it in its own words when it is asked.
+A template is a program of the model's author and may never come to an end, so its steps are counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.text.chat.history import fit
-from icehouse_server.text.chat.step_limit import TemplateTooLong, step_limit
-from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm, ToolPlace
+from icehouse_server.text.chat.traits import (
+    Arguments,
+    CallIds,
+    EmptyContent,
+    TemplateTraits,
+    ToolForm,
+    ToolPlace,
+)
 
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
-"""Renders turns that were made to fit, with tools on offer; raises what it likes."""
+"""Renders turns that `fit` has prepared, with tools on offer; may raise anything."""
 
+STEP_LIMIT = 200_000
+"""Lines that a template may run through for a history of a few turns; the longest known take 2,000."""
+_TEMPLATE_FILE = "<template>"
+"""What Jinja calls the code that it makes of a template's text."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "?": "qzrole"}
 _CALL_COUNTS = {"c": 1, "b": 1, "p": 2}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan", "")
@@ -31,25 +45,25 @@ _BARE_TOOL = Tool("qztoolqz", "", {"properties": {"qzfieldqz": {"anyOf": [{"type
 _TOOL = Tool("qztoolqz", "qzaboutqz", {"type": "object", "properties": {}})
 _USER = frozenset({"user"})
 _REWRITTEN = ("'type': 'text'", '"type": "text"', "'type': 'thinking'", '"type": "thinking"')
-"""What a list of parts looks like where a template writes it as if it were a text."""
+"""What the output has where a template prints a list of parts as if it were a text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A history with words that no template contains instead of its own."""
+    """A history in which marker words, which no template contains, stand for its texts."""
 
     messages: tuple[ChatMessage, ...]
     fields: Mapping[str, str]
-    """Where in the history the text stands that a word is for."""
+    """By marker word: the field of the history that it stands for."""
 
     def lost_fields(self, text: str) -> list[str]:
-        """Return the fields whose words a text has not."""
+        """Return the fields whose words are missing in a text."""
         shown = set(_WORD.findall(text))
         return [field for word, field in self.fields.items() if word not in shown]
 
 
 def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
-    """Return the history's skeleton, in which empty is what was empty."""
+    """Return the skeleton of a history; what was empty stays empty."""
     fields: dict[str, str] = {}
 
     def word(field: str) -> str:
@@ -58,11 +72,14 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
         return made
 
     return Skeleton(
-        tuple(_bone_of(message, f"messages[{index}]", word) for index, message in enumerate(messages)), fields
+        tuple(
+            _skeleton_message(message, f"messages[{index}]", word) for index, message in enumerate(messages)
+        ),
+        fields,
     )
 
 
-def _bone_of(message: ChatMessage, field: str, word: Callable[[str], str]) -> ChatMessage:
+def _skeleton_message(message: ChatMessage, field: str, word: Callable[[str], str]) -> ChatMessage:
     return dataclasses.replace(
         message,
         content=word(f"{field}.content") if message.content else "",
@@ -83,7 +100,7 @@ def _bone_of(message: ChatMessage, field: str, word: Callable[[str], str]) -> Ch
 
 
 def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
-    """Return what the template takes in conversations with tools on offer, or in those without.
+    """Return what the template supports in conversations with tools on offer, or in those without.
 
     A model may have a template for each. Raises TemplateTooLong for one that goes on and on.
     """
@@ -109,11 +126,11 @@ class _Probes:
         self.traits = TemplateTraits()
 
     def find_form(self) -> None:
-        self._settle("u", "ua", wants_tool_list=(False, True))
-        self._settle("u", part_roles=(frozenset(), _USER))
+        self._choose("u", "ua", wants_tool_list=(False, True))
+        self._choose("u", part_roles=(frozenset(), _USER))
         if self.traits.part_roles:
             speakers = _USER | {"assistant"}
-            self._settle("u", "ua", "su", part_roles=(_USER, speakers, speakers | {"system"}))
+            self._choose("u", "ua", "su", part_roles=(_USER, speakers, speakers | {"system"}))
 
     def find_tools(self) -> None:
         asked = [ChatMessage("user", "qzaskedqz")]
@@ -128,20 +145,20 @@ class _Probes:
         self.traits = dataclasses.replace(self.traits, shows_tools=False)
 
     def find_roles(self) -> None:
-        self._settle("uua", "uaau", "uuaau", takes_repeated_roles=(True, False))
-        self._settle("e", "eau", spacer=("", "..."))
+        self._choose("uua", "uaau", "uuaau", takes_repeated_roles=(True, False))
+        self._choose("e", "eau", filler=("", "..."))
 
     def find_calls(self) -> None:
-        """Find in which form calls and results are taken; as text where they are in none."""
-        self._settle(
+        """Find the form in which calls and results are shown; without one they are written as text."""
+        self._choose(
             "uc",
             shows_tool_calls=(True, False),
             call_ids=tuple(CallIds),
-            silence=tuple(Silence),
+            empty_content=tuple(EmptyContent),
             arguments=tuple(Arguments),
         )
         loops = ("uc", "ucr", "ucra", "ucrcrau")
-        self._settle(
+        self._choose(
             *loops,
             shows_tool_calls=dict.fromkeys((self.traits.shows_tool_calls, False)),
             shows_tool_results=(True, False),
@@ -152,29 +169,29 @@ class _Probes:
             shown = dataclasses.replace(self.traits, shows_tool_results=True, part_roles=of_parts)
             if all(self._passes(history, shown) for history in loops):
                 self.traits = shown
-        self._settle("upr", "uprra", "uprrprra", "uprrcra", takes_parallel_calls=(True, False))
-        self._settle("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
+        self._choose("upr", "uprra", "uprrprra", "uprrcra", takes_parallel_calls=(True, False))
+        self._choose("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
 
     def find_places(self) -> None:
-        """Find where assistants, calls and results are taken."""
-        self._settle("au", "a", "aua", "cru", takes_first_assistant=(True, False))
-        self._settle("ucru", "ucrua", takes_user_after_result=(True, False))
-        self._settle("ucua", "ucuau", takes_open_calls=(True, False))
-        self._settle("uo", "ou", "ucro", "ucrt", "uaou", takes_stray_results=(True, False))
+        """Find where turns of assistants, calls and results may stand."""
+        self._choose("au", "a", "aua", "cru", takes_first_assistant=(True, False))
+        self._choose("ucru", "ucrua", takes_user_after_result=(True, False))
+        self._choose("ucua", "ucuau", takes_open_calls=(True, False))
+        self._choose("uo", "ou", "ucro", "ucrt", "uaou", takes_stray_results=(True, False))
 
     def find_systems(self) -> None:
-        self._settle("du", "sdu", "uadu", knows_developer=(self._has_own_developer(), False))
-        self._settle("su", "suau", "sua", "sucr", "sucrau", takes_first_system=(True, False))
-        self._settle("uasu", "uas", "susu", "usau", "ucrsau", takes_later_system=(True, False))
-        self._settle("s", takes_lone_system=(True, False))
+        self._choose("du", "sdu", "uadu", knows_developer=(self._has_own_developer(), False))
+        self._choose("su", "suau", "sua", "sucr", "sucrau", takes_first_system=(True, False))
+        self._choose("uasu", "uas", "susu", "usau", "ucrsau", takes_later_system=(True, False))
+        self._choose("s", takes_lone_system=(True, False))
 
     def find_reasoning(self) -> None:
         shown = {key: self._thought_count(key) for key in _REASONING_KEYS}
         key = max(_REASONING_KEYS, key=lambda key: shown[key])
         self.traits = dataclasses.replace(self.traits, reasoning_key=key, shows_reasoning=shown[key] > 0)
 
-    def _settle(self, *histories: str, **choices: Iterable[Any]) -> None:
-        """Take the choices with which most histories come out, the first of them where several do."""
+    def _choose(self, *histories: str, **choices: Iterable[Any]) -> None:
+        """Take the choices with which most histories are shown; the first ones where several are as good."""
         best, best_count = self.traits, -1
         for values in itertools.product(*choices.values()):
             traits = dataclasses.replace(self.traits, **dict(zip(choices, values, strict=True)))
@@ -198,7 +215,7 @@ class _Probes:
         return not skeleton.lost_fields(text) and (not tells_tools or _TOOL.name in text)
 
     def _has_own_developer(self) -> bool:
-        """Whether the template writes a developer otherwise than a system, and than a role nobody has."""
+        """Whether a developer's turn is written differently from a system's and an unknown role's."""
         traits = dataclasses.replace(self.traits, knows_developer=True)
         own, *others = (
             (self._text(_skeleton(f"{role}u").messages, traits) or "").lower().replace(_ROLES[role], "")
@@ -207,9 +224,9 @@ class _Probes:
         return bool(own) and own not in others
 
     def _thought_count(self, key: str) -> int:
-        """Return in how many places the template shows what was thought under this key."""
+        """Return how many histories show the reasoning that is given under this key."""
         traits = dataclasses.replace(self.traits, reasoning_key=key)
-        texts = [self._text(_thoughtful(history), traits) for history in ("ua", "uau", "ucr", "uc")]
+        texts = [self._text(_with_reasoning(history), traits) for history in ("ua", "uau", "ucr", "uc")]
         return sum(text is not None and _THOUGHT in text and not _is_rewritten(text) for text in texts)
 
     def _text(
@@ -229,7 +246,7 @@ def _is_rewritten(text: str) -> bool:
     return any(written in text for written in _REWRITTEN)
 
 
-def _thoughtful(history: str) -> list[ChatMessage]:
+def _with_reasoning(history: str) -> list[ChatMessage]:
     return [
         dataclasses.replace(message, reasoning=_THOUGHT) if message.role == "assistant" else message
         for message in _skeleton(history).messages
@@ -238,7 +255,7 @@ def _thoughtful(history: str) -> list[ChatMessage]:
 
 @functools.cache
 def _skeleton(history: str) -> Skeleton:
-    """Return the skeleton of a history in letters.
+    """Return the skeleton of a history that is spelled in letters.
 
     System, developer, user, assistant, an empty user (e); a call, two at once (p), one beside a text (b), a
     result, the same again (t), one of no call (o).
@@ -262,3 +279,30 @@ def _skeleton(history: str) -> Skeleton:
         else:
             messages.append(ChatMessage(_ROLES[letter], "a"))
     return skeleton_of(messages)
+
+
+class TemplateTooLong(Exception):
+    """A template ran for more lines than any should."""
+
+
+@contextlib.contextmanager
+def step_limit(line_count: int = STEP_LIMIT) -> Iterator[None]:
+    """Raise TemplateTooLong from within a Jinja template that runs for more lines, on this thread."""
+    left = line_count
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != _TEMPLATE_FILE:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise TemplateTooLong(f"more than {line_count} lines")
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)

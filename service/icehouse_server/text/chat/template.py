@@ -1,4 +1,4 @@
-"""Chat template of a model: turns and tools to text, and what it takes, found by trying it.
+"""Chat template of a model: writes turns and tools as text. What it supports is found by trying it.
 
 Runs in the rpc room's small executor, one caller at a time.
 """
@@ -15,8 +15,7 @@ import jinja2
 from icehouse_server.domain.chat import ChatMessage, Tool
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
-from icehouse_server.text.chat.probes import find_traits, skeleton_of
-from icehouse_server.text.chat.step_limit import STEP_LIMIT, TemplateTooLong
+from icehouse_server.text.chat.probes import STEP_LIMIT, TemplateTooLong, find_traits, skeleton_of
 from icehouse_server.text.chat.traits import TemplateTraits, ToolPlace
 from icehouse_server.text.chat.turn_form import form_of, offer
 
@@ -30,7 +29,7 @@ class ChatTemplate:
         self._traits: dict[bool, TemplateTraits | None] = {}
 
     def traits(self, *, has_tools: bool) -> TemplateTraits:
-        """Return what the template takes in conversations with tools on offer, or in those without.
+        """Return what the template supports in conversations with tools on offer, or in those without.
 
         The first look renders some dozens of tiny ones. Raises InvalidRequest for a template without an end.
         """
@@ -64,8 +63,8 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        """Return what the template writes of turns that fit it; raises InvalidRequest with its words when it
-        refuses."""
+        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the words in which the
+        template refuses them."""
         arguments = arguments or {}
         for name in sorted(arguments):
             if name in self._reserved:
@@ -100,7 +99,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
         adds_generation_prompt: bool,
     ) -> None:
-        """Refuse a history of which the template would drop a text without a word; raises InvalidRequest.
+        """Raise InvalidRequest for a history of which the template would silently drop a text.
 
         Thoughts do not count: which of them stay is for the template to say.
         """
@@ -155,7 +154,7 @@ class ChatTemplate:
 
 
 def _own_arguments(wrapper: Any) -> frozenset[str]:
-    """Return the names that mean something to the renderer itself."""
+    """Return the names of arguments that the renderer uses itself."""
     names = {"messages", "conversation", "self", "args", "kwargs"}
     inner = getattr(wrapper, "_tokenizer", wrapper)
     for function in (inner.apply_chat_template, getattr(wrapper, "_chat_template", None)):

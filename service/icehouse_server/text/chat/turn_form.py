@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
-from icehouse_server.text.chat.traits import Arguments, Silence, TemplateTraits, ToolForm
+from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm
 
 _DEPTH_LIMIT = 16
 """Schemas inside a schema that are completed."""
@@ -46,7 +46,7 @@ def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
-    """Return a call's arguments; where they must be an object, a text that is none is put into one."""
+    """Return a call's arguments; where they must be an object, any other text is put into one."""
     if form is Arguments.VERBATIM:
         return text
     try:
@@ -61,14 +61,16 @@ def _content_of(message: ChatMessage, traits: TemplateTraits) -> str | list[dict
     if message.reasoning and not traits.reasoning_key:
         thought = {"type": "thinking", "thinking": message.reasoning}
         return [thought, *(_parts_of(message) if message.content else [])]
-    silence = traits.silence if message.role == "assistant" and not message.content else Silence.TEXT
-    if message.images or message.role in traits.part_roles or silence is Silence.PARTS:
+    empty_content = (
+        traits.empty_content if message.role == "assistant" and not message.content else EmptyContent.TEXT
+    )
+    if message.images or message.role in traits.part_roles or empty_content is EmptyContent.PARTS:
         return _parts_of(message)
-    return None if message.tool_calls and silence is Silence.NONE else message.content
+    return None if message.tool_calls and empty_content is EmptyContent.NONE else message.content
 
 
 def _parts_of(message: ChatMessage) -> list[dict[str, str]]:
-    """Return text and images as templates of models that see want them."""
+    """Return text and images as templates of vision models want them."""
     parts: list[dict[str, str]] = []
     start = 0
     for position in (*(placed.position for placed in message.images), len(message.content)):
@@ -86,7 +88,7 @@ def _completed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(schema: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
-    """Return the schema whose properties have a type and a description each, in their own lists too."""
+    """Return the schema with a type and a description for every property, nested ones too."""
     described = dict(schema)
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or depth > _DEPTH_LIMIT:
@@ -103,7 +105,7 @@ def _described_field(field: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
-    """Return the first type of a schema's alternatives, for a schema that has none itself."""
+    """Return the first type among a schema's alternatives, for a schema without a type."""
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         found = choice.get("type") if isinstance(choice, Mapping) else None
         if isinstance(found, str) and found != "null":

@@ -15,15 +15,14 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.text.replies.core.family import Family
-from icehouse_server.text.replies.core.marked_reply import MarkedReply
-from icehouse_server.text.replies.core.reply_format import Layout, ReplyFormat
-from icehouse_server.text.replies.families.registry import FAMILIES
-from icehouse_server.text.replies.reader import ReplySplitter
+from icehouse_server.text.chat.template import ChatTemplate
+from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.replies.families import FAMILIES
+from icehouse_server.text.replies.reply_format import Family, ReplyFormat
+from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 # Words that no template contains, to be found again in what it writes.
 _ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
@@ -60,20 +59,6 @@ _WORDS = re.compile(r"[a-z]{3,}")
 _SIDES = {"start", "end", "begin", "open", "close"}
 
 
-class Template(Protocol):
-    """A chat template, which refuses with InvalidRequest."""
-
-    def text(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Tool] = (),
-        adds_generation_prompt: bool = False,
-    ) -> str:
-        """Return what it writes."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a tokenizer knows."""
@@ -87,33 +72,23 @@ class Vocabulary:
     """`tool_parser_type` of tokenizer_config.json."""
 
 
-def find_reply_format(template: Template | None, vocabulary: Vocabulary) -> ReplyFormat:
+def find_reply_format(template: ChatTemplate | None, vocabulary: Vocabulary) -> ReplyFormat:
     """Return how the replies of a model are to be read; `template` is None where it has none."""
     probe = _Probe(template)
     thoughts, seen_in = _thoughts(probe, vocabulary)
     family, found_by = _family(probe, vocabulary, thoughts)
-    evidence = []
-    layout: Layout = MarkedReply(*thoughts)
-    if family is not None:
-        evidence.append(f"calls as {family.name}: {found_by}")
-        layout = family.layout_of(*thoughts)
-        if family.layout is not None:
-            thoughts, seen_in = family.thoughts, found_by
+    evidence = [f"calls as {family.name}: {found_by}"] if family.name else []
+    if family.layout is not None:
+        thoughts, seen_in = family.thoughts, found_by
     if thoughts[0]:
         evidence.append(f"reasoning from {thoughts[0]} to {thoughts[1]}: {seen_in}")
-    return ReplyFormat(
-        layout,
-        family="" if family is None else family.name,
+    format = ReplyFormat(family, *thoughts)
+    return dataclasses.replace(
+        format,
         evidence=tuple(evidence),
-        unread_markers=_unread(vocabulary, has_calls=family is not None, thinks=bool(thoughts[0])),
-        think_start=thoughts[0],
-        think_end=thoughts[1],
-        call_start="" if family is None else family.call_start,
-        call_end="" if family is None else family.call_end,
-        id_form="" if family is None else family.id_form,
-        hides_markers=_contains(layout.markers, vocabulary.special),
-        hides_call_markers=family is not None and _contains(family.call_markers, vocabulary.special),
-        is_always_read=family is not None and (family.layout is not None or bool(family.dropped)),
+        unread_markers=_unread(vocabulary, format),
+        hides_markers=_contains(format.layout.markers, vocabulary.special),
+        hides_call_markers=_contains(family.call_markers, vocabulary.special),
     )
 
 
@@ -121,13 +96,14 @@ _LIKE_CALLS = re.compile(r"tool_?call|function_?call|call_start|python_tag|actio
 _LIKE_THOUGHTS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
 
 
-def _unread(vocabulary: Vocabulary, *, has_calls: bool, thinks: bool) -> tuple[str, ...]:
+def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
     """Return tokens that look like markers of what nothing reads."""
     return tuple(
         sorted(
             token
             for token in vocabulary.added
-            if (not has_calls and _LIKE_CALLS.search(token)) or (not thinks and _LIKE_THOUGHTS.search(token))
+            if (not format.marks_calls and _LIKE_CALLS.search(token))
+            or (not format.marks_reasoning and _LIKE_THOUGHTS.search(token))
         )
     )
 
@@ -135,7 +111,7 @@ def _unread(vocabulary: Vocabulary, *, has_calls: bool, thinks: bool) -> tuple[s
 class _Probe:
     """Texts of a template; "" for what it refuses or where there is none."""
 
-    def __init__(self, template: Template | None) -> None:
+    def __init__(self, template: ChatTemplate | None) -> None:
         self._template = template
 
     def render(
@@ -228,59 +204,52 @@ def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
     )
 
 
-def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family | None, str]:
-    """Return the family that the calls are of, and how that was found."""
+def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family, str]:
+    """Return the family that the calls are of, and how that was found; one without a name where none is."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
         answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
-        reply = probe.reply(answer, tools=_TOOLS)
-        reply = reply.removesuffix(turn_end)
-        read = [(family, _reads(family, reply, thoughts, count)) for family in FAMILIES]
+        reply = probe.reply(answer, tools=_TOOLS).removesuffix(turn_end)
+        read = [_reads(family, reply, thoughts, count) for family in FAMILIES]
         # A notation that leaves nothing over is meant, and not one that ends earlier.
-        for wanted in (_Read.ALL, _Read.SOME, _Read.REPAIRED):
-            if (found := next((family for family, what in read if what is wanted), None)) is not None:
-                return found, "the chat template writes calls so"
+        if best := max(read):
+            return FAMILIES[read.index(best)], "the chat template writes calls so"
     offer = probe.offer
     asked_for = [
         family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
     ]
     if asked_for:
         # One notation may be a part of another family's.
-        return max(
-            asked_for, key=lambda family: len(family.shown)
-        ), "the prompt that offers tools asks for them so"
+        longest = max(asked_for, key=lambda family: len(family.shown))
+        return longest, "the prompt that offers tools asks for them so"
     for family in FAMILIES:
         if family.tokens and all(token in vocabulary.tokens for token in family.tokens):
             return family, f"the vocabulary has {' and '.join(family.tokens)}"
     for family in FAMILIES:
         if vocabulary.parser_name in (family.name, *family.aliases):
             return family, "the tokenizer's configuration names it"
-    return None, ""
+    return Family(), ""
 
 
-class _Read(enum.Enum):
-    """What of a past turn a family's reader reads."""
+class _Read(enum.IntEnum):
+    """What of a past turn a family's reader reads, the most last."""
 
-    NOTHING = enum.auto()
-    REPAIRED = enum.auto()
+    NOTHING = 0
+    REPAIRED = 1
     """The calls, written otherwise than the notation wants."""
-    SOME = enum.auto()
+    SOME = 2
     """The calls, and there is more."""
-    ALL = enum.auto()
+    ALL = 3
 
 
 def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
     """Return whether the family's reader finds the calls that the template was given, and no others."""
     if not reply:
         return _Read.NOTHING
-    format = ReplyFormat(family.layout_of(*thoughts))
-    tools = [
-        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
-        for tool in _TOOLS
-    ]
-    splitter = ReplySplitter(format=format, tools=tools, make_call_id=str)
-    told = [*splitter.push(reply), *splitter.finish()]
-    pieces = [piece for piece in told if isinstance(piece, CallPiece)]
+    format = ReplyFormat(family, *thoughts)
+    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in _TOOLS], make_call_id=str)
+    emitted = [*splitter.push(reply), *splitter.finish()]
+    pieces = [piece for piece in emitted if isinstance(piece, CallPiece)]
     if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
         return _Read.NOTHING
     for index in range(count):
@@ -290,7 +259,7 @@ def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) ->
             return _Read.NOTHING
     if any(piece.is_repaired for piece in pieces):
         return _Read.REPAIRED
-    is_all = all(piece.text.isspace() for piece in told if isinstance(piece, TextPiece | MalformedPiece))
+    is_all = all(piece.text.isspace() for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
     return _Read.ALL if is_all else _Read.SOME
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.probes import skeleton_of
-from icehouse_server.text.chat.traits import Arguments, CallIds, Silence, TemplateTraits, ToolForm
+from icehouse_server.text.chat.traits import Arguments, CallIds, EmptyContent, TemplateTraits, ToolForm
 
 from tests.fixtures.chat.families import WEATHER, tokenizer_of
 from tests.fixtures.chat.histories import HISTORIES, TEMPLATES, words_of
@@ -20,7 +20,7 @@ def traits(template: str, *, has_tools: bool = False) -> TemplateTraits:
 
 
 FOUND: dict[str, dict[str, Any]] = {
-    "answered_calls": {"spacer": "...", "takes_stray_results": False, "takes_user_after_result": False},
+    "answered_calls": {"filler": "...", "takes_stray_results": False, "takes_user_after_result": False},
     "arguments_as_text": {"arguments": Arguments.VERBATIM, "shows_tools": False, "shows_reasoning": False},
     "channels": {
         "takes_parallel_calls": False,
@@ -77,7 +77,7 @@ def test_a_silent_turn_has_the_form_that_the_template_reads() -> None:
     template = """{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% endif %}
     {%- if m.tool_calls %}{{ m.content[0].text }}{% for call in m.tool_calls %}
     {{- call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"""
-    assert traits(template).silence is Silence.PARTS
+    assert traits(template).empty_content is EmptyContent.PARTS
 
 
 def test_tools_have_their_own_traits_where_they_change_the_template() -> None:

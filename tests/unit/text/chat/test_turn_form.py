@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.chat import ChatMessage, Tool
-from icehouse_server.text.chat.traits import Arguments, Silence, TemplateTraits, ToolForm
+from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm
 from icehouse_server.text.chat.turn_form import form_of, offer
 
 from tests.fixtures.chat.families import tokenizer_of
@@ -59,17 +59,17 @@ def test_arguments_are_an_object_or_the_text_that_was_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silence", "beside_calls", "alone"),
+    ("empty_content", "beside_calls", "alone"),
     [
-        (Silence.TEXT, "", ""),
-        (Silence.PARTS, [{"type": "text", "text": ""}], [{"type": "text", "text": ""}]),
-        (Silence.NONE, None, ""),
+        (EmptyContent.TEXT, "", ""),
+        (EmptyContent.PARTS, [{"type": "text", "text": ""}], [{"type": "text", "text": ""}]),
+        (EmptyContent.NONE, None, ""),
     ],
 )
 def test_an_assistant_is_silent_as_the_template_wants_it(
-    silence: Silence, beside_calls: Any, alone: Any
+    empty_content: EmptyContent, beside_calls: Any, alone: Any
 ) -> None:
-    traits = TemplateTraits(silence=silence)
+    traits = TemplateTraits(empty_content=empty_content)
     assert form_of(called(call("c", "Oslo")), traits)["content"] == beside_calls
     assert form_of(ChatMessage("assistant", ""), traits)["content"] == alone
     assert form_of(called(call("c", "Oslo"), text="let me see"), traits)["content"] == "let me see"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.chat import Tool
-from icehouse_server.text.replies.families.registry import FAMILIES
+from icehouse_server.text.replies.families import FAMILIES
 
 from tests.fixtures.chat.notations import WRITERS, Call, Writer
 from tests.fixtures.chat.reply_pieces import cut_at, events, in_pieces, read

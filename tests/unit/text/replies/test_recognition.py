@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from icehouse_server.text.replies.families.registry import FAMILIES
+from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.recognition import KNOWN_THOUGHTS, Vocabulary, find_reply_format
 
 from tests.fixtures.chat.family_templates import CALLS, chat_template, template_of
@@ -22,7 +22,7 @@ def vocabulary(*tokens: str, special: tuple[str, ...] = (), parser: str = "") ->
 def test_a_family_is_found_by_the_calls_that_its_template_writes(family) -> None:
     thoughts = WRITERS[family.name].thoughts
     found = find_reply_format(chat_template(template_of(family.name, thoughts=thoughts)), NO_TOKENS)
-    assert found.family == family.name, found.evidence
+    assert found.family == family, found.evidence
     is_written = family.name != "smollm3"  # whose template writes no calls
     assert ("the chat template writes calls so" in found.evidence[0]) is is_written
     if family.layout is None and is_written:
@@ -35,7 +35,7 @@ def test_a_family_is_found_by_the_calls_that_its_template_writes(family) -> None
 )
 def test_reasoning_is_what_a_rendered_thought_stands_between(thoughts: tuple[str, str]) -> None:
     found = find_reply_format(chat_template(template_of("hermes", thoughts=thoughts)), NO_TOKENS)
-    assert (found.think_start, found.think_end) == thoughts and found.family == "hermes"
+    assert (found.think_start, found.think_end) == thoughts and found.family.name == "hermes"
 
 
 def test_a_notation_that_is_only_near_counts_where_no_other_fits() -> None:
@@ -43,35 +43,35 @@ def test_a_notation_that_is_only_near_counts_where_no_other_fits() -> None:
         "{{ f.arguments | tojson }}", "{{ f.arguments | tojson | tojson }}"
     )
     found = find_reply_format(chat_template(as_text), NO_TOKENS)
-    assert found.family == "command-a"
+    assert found.family.name == "command-a"
 
 
 def test_words_of_the_templates_source_tell_nothing() -> None:
     misleading = "{# <tool_call> <function= <arg_key> [TOOL_CALLS] <think> #}" + PLAIN
     found = find_reply_format(chat_template(misleading), NO_TOKENS)
-    assert (found.family, found.think_start, found.evidence) == ("", "", ())
+    assert (found.family.name, found.think_start, found.evidence) == ("", "", ())
     both = "{# <tool_call>\\n<function= <minimax:tool_call> #}" + template_of("hermes")
-    assert find_reply_format(chat_template(both), NO_TOKENS).family == "hermes"
+    assert find_reply_format(chat_template(both), NO_TOKENS).family.name == "hermes"
 
 
 def test_what_the_prompt_says_of_calls_counts_where_none_are_written() -> None:
     asked = 'Return <tool_call>{"name": ..., "arguments": ...}</tool_call>'
     found = find_reply_format(chat_template(OFFERING.replace("OFFER", asked)), NO_TOKENS)
-    assert found.family == "hermes" and "the prompt that offers tools" in found.evidence[0]
+    assert found.family.name == "hermes" and "the prompt that offers tools" in found.evidence[0]
 
 
 def test_the_vocabulary_counts_where_the_template_says_nothing() -> None:
     tokens = ("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")
     found = find_reply_format(chat_template(PLAIN), vocabulary(*tokens))
-    assert (found.family, found.think_start) == ("kimi", "<think>")
+    assert (found.family.name, found.think_start) == ("kimi", "<think>")
     assert all("the vocabulary has" in line for line in found.evidence)
 
 
 def test_the_tokenizers_configuration_is_asked_last() -> None:
     found = find_reply_format(chat_template(PLAIN), vocabulary(parser="qwen3_coder"))
-    assert found.family == "qwen-tags" and "configuration" in found.evidence[0]
+    assert found.family.name == "qwen-tags" and "configuration" in found.evidence[0]
     found = find_reply_format(chat_template(template_of("glm")), vocabulary(parser="qwen3_coder"))
-    assert found.family == "glm"
+    assert found.family.name == "glm"
 
 
 def test_a_prompt_that_begins_the_reasoning_tells_its_markers() -> None:

@@ -1,0 +1,130 @@
+"""MLX folder of a demo model: its config, tokenizer, chat template and weights, made from a GGUF file.
+
+Dequantized values are rounded to bfloat16, the type the models were published in: the folder is half as
+large as float32 would make it, and loading it as float32 adds no further rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+from tokenizers import Tokenizer
+
+from icehouse_server.demo.gguf_file import Array, GgufVocabulary, Metadata, Tensor
+
+TOOL_CALLS_TEMPLATE = """\
+{%- for call in message['tool_calls'] or [] -%}
+{%- set tool_call = call['function'] -%}
+{{- '\\n' if message['content'] or not loop.first -}}
+{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
+{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
+"""
+"""The part of a chat template that writes a message's tool calls behind its content."""
+
+
+class Conversion(Protocol):
+    """What one family of models has in common with no other: a module."""
+
+    CHAT_TEMPLATE: str
+    """Jinja, as transformers renders it."""
+
+    def model_config(self, metadata: Metadata) -> dict[str, Any]:
+        """Return config.json for mlx-lm; raises ValueError for a file of another architecture."""
+        ...
+
+    def convert_tensor(self, name: str, values: Array, metadata: Metadata) -> tuple[str, Array]:
+        """Return mlx-lm's name and values of a tensor; raises KeyError for one that the family lacks."""
+        ...
+
+    def make_tokenizer(self, vocabulary: GgufVocabulary) -> Tokenizer: ...
+
+
+def expect_architecture(metadata: Metadata, architecture: str) -> None:
+    """Raise ValueError unless the file is of this architecture."""
+    found = metadata["general.architecture"]
+    if found != architecture:
+        raise ValueError(f"architecture is {found!r}, not {architecture!r}")
+
+
+def mlx_name(gguf_name: str, *, outer: Mapping[str, str], inner: Mapping[str, str]) -> str:
+    """Return mlx-lm's name of a tensor: `outer` names whole ones, `inner` the parts of a layer.
+
+    Raises KeyError for a tensor that the family does not have.
+    """
+    if gguf_name in outer:
+        return outer[gguf_name]
+    block, _, rest = gguf_name.removesuffix(".weight").partition(".")
+    index, _, part = rest.partition(".")
+    if block != "blk":
+        raise KeyError(gguf_name)
+    return f"model.layers.{int(index)}.{inner[part]}.weight"
+
+
+def write_tokenizer(tokenizer: Tokenizer, vocabulary: GgufVocabulary, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`."""
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": vocabulary.pieces[vocabulary.bos_id],
+        "eos_token": vocabulary.pieces[vocabulary.eos_id],
+        "unk_token": vocabulary.pieces[vocabulary.unknown_id],
+        "pad_token": vocabulary.pieces[vocabulary.padding_id],
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def renew_template(folder: Path, template: str) -> None:
+    """Write the chat template where it is missing or another one. It is no reason to build a model anew."""
+    file = folder / "chat_template.jinja"
+    if not file.exists() or file.read_text(encoding="utf-8") != template:
+        # In a folder of its own: another server that starts now may be doing the same.
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            fresh = Path(name) / file.name
+            fresh.write_text(template, encoding="utf-8")
+            fresh.replace(file)
+
+
+def to_bfloat16(values: Array) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Round finite float32 to bfloat16, nearest with ties to even; the bits come back as uint16."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
+
+
+def write_weights(
+    tensors: Sequence[Tensor],
+    file: Path,
+    *,
+    convert: Callable[[Tensor], tuple[str, Array]],
+    on_progress: Callable[[float], None],
+) -> None:
+    """Write every tensor under the name and with the values that `convert` gives it, as one safetensors file.
+
+    `on_progress` gets 0 to 1.
+    """
+    total = sum(t.quantized.nbytes for t in tensors)
+    done = 0
+    arrays: dict[str, np.ndarray[Any, np.dtype[np.uint16]]] = {}
+    specs: dict[str, safetensors.TensorSpec] = {}
+    for tensor in tensors:
+        name, values = convert(tensor)
+        arrays[name] = to_bfloat16(values)
+        # `arrays` keeps every buffer alive until serialize_file has read it.
+        specs[name] = safetensors.TensorSpec(
+            dtype="bfloat16",
+            shape=list(values.shape),
+            data_ptr=arrays[name].ctypes.data,
+            data_len=arrays[name].nbytes,
+        )
+        done += tensor.quantized.nbytes
+        on_progress(done / total)
+    safetensors.serialize_file(specs, str(file), metadata={"format": "mlx"})

@@ -1,0 +1,90 @@
+"""Form trial worker: the process of `form_trial`, which compiles forms within limits and says how it went.
+
+What it reads comes from the server that started it; callers' forms are in it as plain data. It ends when its
+input does, when a form takes more than its limits, or when nobody has asked for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from icehouse_server.errors import InvalidRequest
+from icehouse_server.structured_output.compiler import GrammarCompiler
+from icehouse_server.structured_output.form_trial import TrialLimits, TrialSetup, receive, send
+
+_IDLE_S = 300
+_NICENESS = 5
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    # A terminal's interrupt goes to the server, which ends this by closing its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    data = receive(sys.stdin.buffer)
+    if data is None:
+        return
+    setup: TrialSetup
+    limits: TrialLimits
+    setup, limits = pickle.loads(data)
+    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, kept_count=1)
+    compiler.prepare()
+    # llguidance descends recursively.
+    threading.stack_size(limits.stack_bytes)
+    thread = threading.Thread(target=_serve, args=(compiler, limits))
+    thread.start()
+    thread.join()
+
+
+def _serve(compiler: GrammarCompiler, limits: TrialLimits) -> None:
+    _bound_memory(limits.memory_bytes)
+    send(sys.stdout.buffer, b"{}")
+    while True:
+        signal.alarm(_IDLE_S)
+        data = receive(sys.stdin.buffer)
+        signal.alarm(0)
+        if data is None:
+            return
+        _bound_time(limits.cpu_s)
+        send(sys.stdout.buffer, json.dumps(_answer(compiler, data)).encode("ascii"))
+
+
+def _answer(compiler: GrammarCompiler, data: bytes) -> dict[str, object]:
+    try:
+        compiler.compile(pickle.loads(data))
+    except InvalidRequest as error:
+        return {
+            "reason": error.reason.value,
+            "message": error.message,
+            "field": error.field,
+            "metadata": error.metadata,
+        }
+    return {}
+
+
+def _bound_time(cpu_s: int) -> None:
+    """Have the system end this process after so many more seconds of processor time."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = int(usage.ru_utime + usage.ru_stime)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + cpu_s, hard))
+
+
+def _bound_memory(memory_bytes: int) -> None:
+    """Limit what is allocated from now on, where the system says how much there is already."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        # macOS keeps no such limit; there the time bounds what can be filled.
+        return
+    held_bytes = int(statm.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held_bytes + memory_bytes, hard))

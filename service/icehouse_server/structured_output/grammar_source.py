@@ -1,0 +1,138 @@
+"""Grammar source: from the form a caller asked for to llguidance's text. Pure functions, any thread."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+
+from llguidance import LLMatcher
+
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    JsonTag,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+    TaggedJson,
+)
+from icehouse_server.structured_output.schema.rewriter import rewritten
+
+Pieces = Callable[[str], Iterable[int | str]]
+"""Cuts a text into the special tokens it spells and the text between them."""
+
+UNENFORCED_LIMIT = 32
+"""Most keywords that are listed."""
+_PLACE_LENGTH = 256
+_OPTIONS_KEY = "x-guidance"
+_WHITE_SPACE = r" |\n[ \t]{0,32}"
+"""Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
+
+_LEXEMES = ("WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/")
+
+
+def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
+    """Return the grammar of a form whose JSON has been read once already.
+
+    Raises UnusableSchema, and ValueError for what Python takes for JSON and llguidance does not.
+    """
+    match form:
+        case JsonSchema():
+            schema = _held(form.schema, is_compact=form.is_compact)
+            return LLMatcher.grammar_from_json_schema(schema)
+        case JsonObject():
+            schema = _held('{"type":"object"}', is_compact=form.is_compact)
+            return LLMatcher.grammar_from_json_schema(schema)
+        case Regex():
+            return LLMatcher.grammar_from_regex(form.pattern)
+        case LarkGrammar():
+            return LLMatcher.grammar_from_lark(form.grammar)
+        case Choice():
+            return LLMatcher.grammar_from_lark(_choice_lark(form.texts))
+        case TaggedJson():
+            return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
+
+
+def unenforced(form: ResponseFormat) -> tuple[str, ...]:
+    """Return the keywords of a form's schemas that are not enforced, by their JSON pointers.
+
+    Those of a tool's schema follow the field it is in. Only the first ones are told.
+    """
+    match form:
+        case JsonSchema():
+            places: Iterable[str] = rewritten(json.loads(form.schema)).unenforced
+        case TaggedJson():
+            places = (
+                f"{tag.field}{p}" for tag in form.tags for p in rewritten(json.loads(tag.schema)).unenforced
+            )
+        case _:
+            places = ()
+    first = itertools.islice(places, UNENFORCED_LIMIT)
+    return tuple(p if len(p) <= _PLACE_LENGTH else f"…{p[1 - _PLACE_LENGTH :]}" for p in first)
+
+
+def _held(schema: str, *, is_compact: bool = False) -> str:
+    """Return a schema for llguidance, with the white space that an output may have."""
+    options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
+    return json.dumps({**rewritten(json.loads(schema)).schema, _OPTIONS_KEY: options}, allow_nan=False)
+
+
+def _choice_lark(texts: Iterable[str]) -> str:
+    # One token, not one rule a text: a rule's alternatives are limited to 2,000.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+
+
+def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
+    if form.trigger:
+        return _triggered_lark(form, pieces)
+    names = [f"tag_{index}" for index in range(len(form.tags))]
+    begun = " | ".join(f"begun_{name}" for name in names)
+    more = f" (WHITE? ({' | '.join(names)}))*" if form.may_repeat else ""
+    lines = [*_LEXEMES, f"start: ({begun}){more}"]
+    for name, item in zip(names, form.tags, strict=True):
+        lines.append(f"begun_{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}")
+        lines.append(f"{name}: {_body(item, pieces, begin=item.begin)}")
+    return "\n".join(lines)
+
+
+def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
+    """Return the grammar of text in which a tag begins wherever the trigger does.
+
+    As llguidance's structural tags have it: of two lexemes that match, the lazy one counts.
+    """
+    markers = [piece for marker in form.markers for piece in pieces(marker) if isinstance(piece, int)]
+    text = "TEXT"
+    lines = [*_LEXEMES]
+    if markers:
+        lines.append(f"marked: TEXT ({' | '.join(_literal(marker) for marker in markers)})")
+        text = "marked* TEXT"
+    first, *rest = pieces(form.trigger)
+    if isinstance(first, int):
+        lead = f"{text} {_literal(first)}"
+    else:
+        lines.append(f"lead[lazy]: TEXT {_literal(first)}")
+        lead = f"{'marked* ' if markers else ''}lead"
+    tags = " | ".join(f"tag_{index}" for index in range(len(form.tags)))
+    lines.append(f"call: {lead} {' '.join(_literal(piece) for piece in rest)} ({tags})")
+    lines.append(f"start: call* {text}" if form.may_repeat else f"start: {text} | call WHITE?")
+    lines += [
+        f"tag_{index}: {_body(item, pieces, begin=item.begin.removeprefix(form.trigger))}"
+        for index, item in enumerate(form.tags)
+    ]
+    return "\n".join(lines)
+
+
+def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
+    parts = [*_literals(begin, pieces), f"%json {_held(item.schema)}", *_literals(item.end, pieces)]
+    return " ".join(parts)
+
+
+def _literals(text: str, pieces: Pieces) -> list[str]:
+    return [_literal(piece) for piece in pieces(text)]
+
+
+def _literal(piece: int | str) -> str:
+    """Spell a token by its id, and text as Lark does, which is as JSON does."""
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)

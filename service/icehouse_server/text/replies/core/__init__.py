@@ -1,1 +1,0 @@
-"""Core of reply reading: what layouts, notations and families are, and the calls that they tell."""

@@ -1,1 +1,0 @@
-"""Families of models by the notation of their replies; each is an entry of data."""

@@ -1,0 +1,86 @@
+"""Notation: how a model writes its calls, and how a section of them is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from icehouse_server.text.replies.checked_calls import ReplyCalls
+from icehouse_server.text.values.text_source import Reading, TextSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Notation:
+    """A notation, by its markers."""
+
+    starts: tuple[str, ...] = ()
+    """Texts that begin a section; none where a reply begins with the calls themselves."""
+    ends: tuple[str, ...] = ()
+    """Texts that end a section; reading goes on behind them when a section is malformed."""
+    is_bare: bool = False
+    """A reply may begin with calls and no start."""
+
+    bare: ClassVar[Any] = None
+    """The pattern of how such calls begin, with a group `name`."""
+
+    @property
+    def ambiguous_starts(self) -> tuple[str, ...]:
+        """Starts that plain text may contain too: they count only where a call follows."""
+        return ()
+
+    def begins_bare(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
+        """Return whether a reply begins with calls and no start; reads nothing."""
+        match = (yield from source.ahead(self.bare)) if self.is_bare else None
+        return match is not None and calls.offers(match["name"])
+
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        """Return whether a call seems to follow the start, and not text about it; reads nothing."""
+        raise NotImplementedError
+
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+        """Read the section behind `marker`, its end included; raises Malformed."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Several(Notation):
+    """Several notations, the likeliest first. The first one that a section looks like reads it; the last one
+    reads what looks like none, and says what is wrong with it."""
+
+    notations: tuple[Notation, ...] = ()
+
+    @property
+    def ambiguous_starts(self) -> tuple[str, ...]:
+        return tuple(start for notation in self.notations for start in notation.ambiguous_starts)
+
+    def begins_bare(self, source: TextSource, calls: ReplyCalls) -> Reading[bool]:
+        for notation in self.notations:
+            if (yield from notation.begins_bare(source, calls)):
+                return True
+        return False
+
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        for notation in self.notations:
+            if marker in notation.starts and (yield from notation.looks_like_call(source, calls, marker)):
+                return True
+        return False
+
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+        fitting = [notation for notation in self.notations if not marker or marker in notation.starts]
+        for notation in fitting[:-1]:
+            is_it = (
+                notation.looks_like_call(source, calls, marker)
+                if marker
+                else notation.begins_bare(source, calls)
+            )
+            if (yield from is_it):
+                yield from notation.read(source, calls, marker)
+                return
+        yield from fitting[-1].read(source, calls, marker)
+
+
+def several(*notations: Notation) -> Several:
+    """Return the choice of these."""
+    starts = dict.fromkeys(start for notation in notations for start in notation.starts)
+    ends = dict.fromkeys(end for notation in notations for end in notation.ends)
+    return Several(tuple(starts), tuple(ends), notations=notations)

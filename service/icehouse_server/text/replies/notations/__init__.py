@@ -1,1 +1,0 @@
-"""Notations of tool calls, each read as it comes."""

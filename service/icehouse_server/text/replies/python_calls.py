@@ -1,0 +1,183 @@
+"""Calls as functions are called: Python's way, and Gemma's.
+
+Python: `[f(city="Oslo", days=2), g()]`, or one a line, between markers or bare. Gemma:
+`call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import regex
+
+from icehouse_server.text.replies.checked_calls import ReplyCalls
+from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.values.literals import DEPTH_LIMIT, Emit, JsonText, PythonText, quoted
+from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
+
+_NAME = r"[A-Za-z_][\w.\-]{0,199}"
+_CALL = regex.compile(rf"(?P<name>{_NAME})\s{{0,20}}\(")
+_KEYWORD = regex.compile(r"(?P<name>[A-Za-z_]\w{0,199})\s{0,20}=(?!=)\s{0,20}")
+_FENCE = regex.compile(r"```[A-Za-z_]{0,20}\s{0,20}")
+_BEHIND = regex.compile(rf"\s{{0,200}}(?:[,;]\s{{0,200}})?(?:{_NAME}\s{{0,20}}\(|\]|```|$)")
+"""What may follow a call beside the end of the section."""
+_BARE = regex.compile(rf"\s{{0,200}}\[\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\(")
+_BEGUN = regex.compile(
+    rf"\s{{0,200}}(?:```[A-Za-z_]{{0,20}}\s{{0,20}})?\[?\s{{0,200}}(?P<name>{_NAME})\s{{0,20}}\("
+)
+_GEMMA_HEAD = regex.compile(r"\s{0,200}call:(?P<name>[\w.\-]{1,200})(?=\{)")
+_GEMMA_KEY = regex.compile(r"\s{0,200}(?P<name>[^\s:{}\[\],<>\"]{1,200})\s{0,20}:")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PythonCalls(Notation):
+    """Functions as Python calls them."""
+
+    bare: ClassVar[Any] = _BARE
+    is_code: bool = False
+    """What stands between the markers may be any code; calls alone are read."""
+    is_list: bool = True
+    """The family writes a list, and not a call a line."""
+
+    @property
+    def ambiguous_starts(self) -> tuple[str, ...]:
+        return self.starts if self.is_code else ()
+
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        match = yield from source.ahead(_BEGUN)
+        return match is not None and (not self.is_code or calls.offers(match["name"]))
+
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+        ends = self.ends if marker else ()
+        is_in_list = False
+        count = 0
+        while True:
+            yield from source.space()
+            fence = yield from source.ahead(_FENCE)
+            if fence is not None and not is_in_list:
+                source.take(fence.end())
+            elif not is_in_list and (yield from source.accepts(*ends)):
+                break
+            elif not is_in_list and not ends and count:
+                return
+            elif (yield from source.accepts("]")) and is_in_list:
+                is_in_list = False
+                if not ends:
+                    break
+            elif (yield from source.ahead(_CALL)) is not None:
+                yield from self._call(source, calls, is_irregular=self.is_list != is_in_list)
+                count += 1
+                yield from source.space()
+                yield from source.accepts(",", ";")
+            elif not is_in_list and (yield from source.accepts("[")):
+                is_in_list = True
+            elif count and not (yield from source.peek()):
+                return
+            else:
+                raise (yield from source.failure("it is no call of a function"))
+        if not count:
+            calls.end_call(problem="there is no call in it")
+
+    def _call(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
+        """Read one call."""
+        calls.begin_call()
+        head = yield from source.ahead(_CALL)
+        assert head is not None, "looked at before"
+        source.take(head.end())
+        calls.name_tool(head["name"])
+        names: set[str] = set()
+        text = PythonText(source)
+        calls.add_arguments("{")
+        while True:
+            yield from source.space()
+            if (yield from source.accepts(")")):
+                break
+            keyword = yield from source.ahead(_KEYWORD)
+            if keyword is None:
+                raise (yield from source.failure("an argument has no name"))
+            source.take(keyword.end())
+            if keyword["name"] in names:
+                raise Malformed(f"it has the argument {keyword['name'][:64]!r} twice")
+            calls.add_arguments(f"{', ' if names else ''}{quoted(keyword['name'])}: ")
+            names.add(keyword["name"])
+            yield from text.value(calls.add_arguments, within="f")
+            yield from source.space()
+            if not (yield from source.accepts(",")) and not (yield from source.sees(")")):
+                raise (yield from source.failure("a comma is missing"))
+        calls.add_arguments("}")
+        if (yield from source.ahead(_BEHIND)) is None:
+            yield from source.space()
+            if not (yield from source.sees(*self.ends)):
+                raise Malformed("something follows the call")
+        calls.end_call(is_repaired=is_irregular or text.is_repaired)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaCalls(Notation):
+    """Calls with bare keys; `quote` stands on both sides of a string."""
+
+    quote: str
+
+    def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
+        return (yield from source.ahead(_GEMMA_HEAD)) is not None
+
+    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+        count = 0
+        while True:
+            head = yield from source.ahead(_GEMMA_HEAD)
+            if head is None:
+                break
+            calls.begin_call()
+            source.take(head.end())
+            calls.name_tool(head["name"])
+            yield from self._value(source, calls.add_arguments, depth=0)
+            calls.end_call()
+            count += 1
+        yield from source.space()
+        has_end = yield from source.accepts(*self.ends)
+        has_ended = not (yield from source.peek())
+        if not has_end and not (count and has_ended):
+            raise Malformed("the output ended inside it" if has_ended else "it is no call of a function")
+        if not count:
+            calls.end_call(problem="there is no call in it")
+
+    def _value(self, source: TextSource, emit: Emit, *, depth: int) -> Reading[None]:
+        if depth > DEPTH_LIMIT:
+            raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
+        yield from source.space()
+        opening = yield from source.accepts("{", "[", self.quote)
+        if opening == self.quote:
+            parts: list[str] = []
+            if not (yield from source.until((self.quote,), parts.append)):
+                raise Malformed("the output ended inside a string")
+            emit(quoted("".join(parts)))
+        elif opening:
+            yield from self._members(source, emit, opening, depth=depth)
+        else:
+            yield from JsonText(source).value(emit)
+
+    def _members(self, source: TextSource, emit: Emit, opening: str, *, depth: int) -> Reading[None]:
+        closing = "}" if opening == "{" else "]"
+        emit(opening)
+        is_first = True
+        while True:
+            yield from source.space()
+            if is_first and (yield from source.accepts(closing)):
+                break
+            if opening == "{":
+                key = yield from source.ahead(_GEMMA_KEY)
+                if key is None:
+                    raise (yield from source.failure("a value has no key"))
+                source.take(key.end())
+                emit(f"{'' if is_first else ', '}{quoted(key['name'])}: ")
+            elif not is_first:
+                emit(", ")
+            is_first = False
+            yield from self._value(source, emit, depth=depth + 1)
+            yield from source.space()
+            if (yield from source.accepts(closing)):
+                break
+            if not (yield from source.accepts(",")):
+                raise (yield from source.failure("a comma is missing"))
+        emit(closing)

@@ -1,0 +1,143 @@
+"""Image reader of one model: from images as callers sent them to the model's inputs. Any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from icehouse_server.domain.chat import ImageSource, ImageTexts
+from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
+from icehouse_server.vision.processor import ImageProcessor, PreparedImage
+from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, places_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageReader:
+    """Decodes images and prepares them with the model's processor."""
+
+    processor: ImageProcessor
+    limits: ImageLimits
+    image_token_id: int
+
+    def open(self, sources: Sequence[ImageSource]) -> PromptImages:
+        """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
+        limit = self.limits.image_count
+        if len(sources) > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the request has {len(sources)} images; at most {limit} may be",
+                field=sources[limit].field,
+                metadata={"image_count": len(sources), "image_count_limit": limit},
+            )
+        return PromptImages(self, sources)
+
+    def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
+        """Return the spans of images that somebody else has prepared; raises InvalidRequest, which names the
+        fault."""
+        check_bytes(sent, self.limits)
+        places = places_of(token_ids, sent, image_token_id=self.image_token_id)
+        images = self.processor.take(SentTensors(sent, places, self.limits))
+        spans = tuple(
+            ImageSpan(place.start, place.stop, image) for place, image in zip(places, images, strict=True)
+        )
+        _check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
+        return spans
+
+
+class PromptImages:
+    """The images of one prompt, decoded and prepared one after the other."""
+
+    def __init__(self, reader: ImageReader, sources: Sequence[ImageSource]) -> None:
+        self._reader = reader
+        self._sources = sources
+        self._prepared: list[PreparedImage] = []
+        self._size_bytes = 0
+        self.pixel_bytes = tuple(decoding_bytes(source, reader.limits) for source in sources)
+        """Bytes of memory that decoding each image takes, by its header."""
+
+    def read_next(self) -> int:
+        """Decode and prepare the next image and return the bytes of its tensors; raises InvalidRequest, which
+        names the image."""
+        source = self._sources[len(self._prepared)]
+        prepared = self._prepare(source)
+        self._size_bytes += prepared.image.size_bytes
+        self._check_size(source, self._size_bytes)
+        self._prepared.append(prepared)
+        return prepared.image.size_bytes
+
+    @property
+    def texts(self) -> ImageTexts:
+        """The texts that stand for the images in the prompt."""
+        return ImageTexts(self._reader.processor.mark, tuple(each.text for each in self._prepared))
+
+    def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Return where the images are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        images = [each.image for each in self._prepared]
+        return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
+
+    def _check_size(self, source: ImageSource, size_bytes: int) -> None:
+        """Refuse images that together take more memory than a request is ever given."""
+        limit = self._reader.limits.prepared_bytes
+        if size_bytes > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the images up to {source.field} take {size_bytes} bytes as the model takes them, and those "
+                f"of one request may take {limit}; send fewer or smaller ones",
+                field=source.field,
+                metadata={"size_bytes": size_bytes, "limit_bytes": limit},
+            )
+
+    def _prepare(self, source: ImageSource) -> PreparedImage:
+        image = decode_image(source, self._reader.limits)
+        try:
+            return self._reader.processor.prepare(image, source.detail)
+        except Exception as error:  # a processor raises what it likes for a shape that it cannot take
+            width, height = image.size
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the image in {source.field}, {width} x {height} pixels, cannot be prepared for this model: "
+                f"{' '.join(str(error).split())[:160]}",
+                field=source.field,
+                metadata={"width": width, "height": height},
+            ) from error
+
+
+def spans_of(
+    token_ids: Sequence[int], images: Sequence[ImageInput], *, image_token_id: int
+) -> tuple[ImageSpan, ...]:
+    """Return where images stand in a prompt, each from its first image token to its last.
+
+    Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
+    `_check_end` does.
+    """
+    places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    wanted = sum(image.feature_count for image in images)
+    if len(places) != wanted:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            f"the prompt has {len(places)} image tokens and its images have {wanted}; texts must not contain "
+            "the model's own marks of images",
+            field="chat",
+            metadata={"image_tokens": len(places), "expected_image_tokens": wanted},
+        )
+    spans, first = [], 0
+    for image in images:
+        last = first + image.feature_count
+        spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
+        first = last
+    _check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="chat")
+    return tuple(spans)
+
+
+def _check_end(spans: Sequence[ImageSpan], *, token_count: int, reason: Reason, field: str) -> None:
+    """Refuse a prompt that ends in an image which must run in one pass: a prompt's last token runs alone."""
+    if spans and spans[-1].image.is_seen_whole and spans[-1].end_token_index == token_count:
+        raise InvalidRequest(
+            reason,
+            "the prompt ends with an image; for this model text must follow it, as its own template writes",
+            field=field,
+        )

@@ -1,0 +1,213 @@
+"""Sent tensors: images that somebody else has prepared, checked against the prompt and the model's own kind
+before anything is made of them. Any thread.
+
+Nothing that the sender says of an image is believed: it is known here by the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from icehouse_server.domain.blocks import HostTensor
+from icehouse_server.domain.request import SentImages
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.vision.decoder import ImageLimits
+
+PIXELS: Final = "pixel_values"
+LARGEST_VALUE: Final = 255.0
+"""No processor makes a larger one, even where it leaves pixels as they are; far larger ones would overflow
+what a tower computes."""
+_NUMPY: Final = {"F32": np.float32, "I64": np.int64, "U32": np.uint32, "U8": np.uint8}
+_INTEGERS: Final = frozenset({"I64", "U32", "U8"})
+_LONGEST_GAP: Final = 16
+"""Most tokens of text between two tokens of one image; every family writes fewer."""
+_LARGEST_INTEGER: Final = 1 << 31
+
+Pixels = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """One image's tokens in a prompt, from its first image token to the one behind the last."""
+
+    start: int
+    stop: int
+    runs: tuple[int, ...]
+    """Lengths of the runs of image tokens between text."""
+
+
+def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImagePlace]:
+    """Return the images' places; raises InvalidRequest where the prompt's tokens do not agree."""
+    if sent.token_id not in (None, image_token_id):
+        raise _invalid(
+            sent.token_field, f"is {sent.token_id}; the image token of this model is {image_token_id}"
+        )
+    found = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    places = []
+    for index, place in enumerate(sent.places):
+        first, last = np.searchsorted(found, (place.start, place.stop))
+        if first == last:
+            field = f"{sent.places_field}[{index}]"
+            raise _invalid(
+                field, f"has no image token, {image_token_id}, from {place.start} to {place.stop - 1}"
+            )
+        inside = found[first:last]
+        gaps = np.diff(inside)
+        if len(gaps) and gaps.max() > _LONGEST_GAP + 1:
+            raise _invalid(
+                f"{sent.places_field}[{index}]",
+                f"has {gaps.max() - 1} tokens of text between two of the image; {_LONGEST_GAP} may be",
+            )
+        runs = np.diff(np.flatnonzero(gaps > 1), prepend=-1, append=len(inside) - 1)
+        places.append(ImagePlace(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
+    count = sum(sum(place.runs) for place in places)
+    if count != len(found):
+        raise _invalid(
+            sent.places_field,
+            f"has {count} image tokens of the {len(found)} in the prompt; each must belong to an image",
+        )
+    return places
+
+
+class SentTensors:
+    """The tensors of a prompt's images, handed out as they are asked for. Every method raises InvalidRequest,
+    which names the tensor at fault."""
+
+    def __init__(self, sent: SentImages, places: Sequence[ImagePlace], limits: ImageLimits) -> None:
+        self._tensors = {each.tensor.name: each for each in sent.tensors}
+        self._places_field = sent.places_field
+        self._places = places
+        self._limits = limits
+
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return len(self._places)
+
+    def runs(self, index: int) -> tuple[int, ...]:
+        """Return the lengths of the runs of tokens that stand for an image."""
+        return self._places[index].runs
+
+    def expect(self, *names: str, optional: Sequence[str] = ()) -> None:
+        """Refuse other tensors than these, and a missing one that is not optional."""
+        for each in self._tensors.values():
+            if each.tensor.name not in (*names, *optional):
+                known = ", ".join((*names, *optional))
+                raise _invalid(each.field, f"is no tensor of this model's images, which are {known}")
+        for name in names:
+            if name not in self._tensors:
+                raise _invalid(
+                    self._tensors[PIXELS].field, f"comes without {name}, which this model's images need"
+                )
+
+    def has(self, name: str) -> bool:
+        """Whether an optional one is there."""
+        return name in self._tensors
+
+    def shape(self, name: str, *shape: int | None) -> tuple[int, ...]:
+        """Return the shape of a tensor, which must fit this one; None stands for any size from 1."""
+        told = self._tensors[name].tensor.shape
+        fits = len(told) == len(shape) and all(
+            size >= 1 and wanted in (None, size) for size, wanted in zip(told, shape, strict=True)
+        )
+        if not fits:
+            wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            self.refuse(name, f"has the shape {list(told)}; this model's is {wanted}")
+        return told
+
+    def pixels(self, *shape: int | None) -> Pixels:
+        """Return the pixels, which must have this shape and values that images can have."""
+        self.shape(PIXELS, *shape)
+        tensor = self._tensors[PIXELS].tensor
+        if tensor.dtype != "F32":
+            self.refuse(PIXELS, f"is of the type {tensor.dtype}; this model's own are F32 (float32)")
+        pixels = _array(tensor)
+        # A NaN is the result of both, and passes no comparison.
+        if not (pixels.min() >= -LARGEST_VALUE and pixels.max() <= LARGEST_VALUE):
+            self.refuse(
+                PIXELS,
+                f"has a value that is not finite, or beyond {LARGEST_VALUE:g}; no processor makes such",
+            )
+        return pixels
+
+    def flags(self, name: str, *shape: int | None) -> npt.NDArray[np.bool_]:
+        """Return a mask that is true where a number is not 0."""
+        flags: npt.NDArray[np.bool_] = self._whole_numbers(name, *shape) != 0
+        return flags
+
+    def integers(self, name: str, *shape: int | None) -> Integers:
+        """Return integers, which must be from 0 to 2**31 - 1."""
+        numbers: Integers = self._whole_numbers(name, *shape).astype(np.int64)
+        if numbers.min() < 0 or numbers.max() >= _LARGEST_INTEGER:
+            self.refuse(name, f"has a number that is not from 0 to {_LARGEST_INTEGER - 1}")
+        return numbers
+
+    def _whole_numbers(self, name: str, *shape: int | None) -> npt.NDArray[Any]:
+        self.shape(name, *shape)
+        tensor = self._tensors[name].tensor
+        if tensor.dtype not in _INTEGERS:
+            self.refuse(name, f"is of the type {tensor.dtype}; it is of whole numbers")
+        return _array(tensor)
+
+    def check_runs(self, index: int, runs: Sequence[int]) -> None:
+        """Refuse an image with other tokens than its tensors make."""
+        told = self.runs(index)
+        if told != tuple(runs):
+            raise _invalid(
+                f"{self._places_field}[{index}]",
+                f"has {_in_runs(told)}; an image of such tensors has {_in_runs(runs)}",
+            )
+
+    def check_size(self, index: int, *, width: int, height: int) -> None:
+        """Refuse an image of too many pixels."""
+        limit = self._limits.pixel_count
+        if width * height > limit:
+            self.refuse(
+                PIXELS,
+                f"has {width} x {height} pixels for image {index}; one may have {limit}; scale it down",
+            )
+
+    def refuse(self, name: str, complaint: str) -> NoReturn:
+        """Refuse one of the tensors."""
+        raise _invalid(self._tensors[name].field, complaint)
+
+
+def check_bytes(sent: SentImages, limits: ImageLimits) -> None:
+    """Refuse more images, or more bytes of them, than a request may have."""
+    if len(sent.places) > limits.image_count:
+        raise _invalid(
+            sent.places_field, f"has {len(sent.places)} images; at most {limits.image_count} may be"
+        )
+    size_bytes = sum(each.tensor.data.nbytes for each in sent.tensors)
+    if size_bytes > limits.prepared_bytes:
+        raise _invalid(
+            sent.tensors[0].field,
+            f"and what comes with it take {size_bytes} bytes; the images of a request may take "
+            f"{limits.prepared_bytes}; send fewer or smaller ones",
+        )
+
+
+def _array(tensor: HostTensor) -> npt.NDArray[Any]:
+    assert math.prod(tensor.shape) * np.dtype(_NUMPY[tensor.dtype]).itemsize == tensor.data.nbytes, (
+        tensor.name
+    )
+    return np.frombuffer(tensor.data, _NUMPY[tensor.dtype]).reshape(tensor.shape)
+
+
+def _in_runs(runs: Sequence[int]) -> str:
+    if len(runs) == 1:
+        return f"{runs[0]} image tokens"
+    return f"{sum(runs)} image tokens in {len(runs)} runs"
+
+
+def _invalid(field: str, complaint: str) -> InvalidRequest:
+    return InvalidRequest(
+        Reason.IMAGE_INVALID, f"{field} {complaint}", field=field, metadata={"field": field}
+    )
