@@ -84,3 +84,13 @@ def test_a_cpu_has_a_way_of_its_own() -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("there is a GPU here")
     assert isinstance(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True), CpuAttention)
+
+
+@pytest.mark.parametrize("page_token_count", [1, 2, 8])
+def test_blocks_of_few_tokens_have_small_pages(page_token_count: int, emulation: Emulation) -> None:
+    shape = dataclasses.replace(SHAPE, page_token_count=page_token_count)
+    kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
+    assert [
+        prove(shape, HEADS, backend=backend, reference=GatherAttention(), has_sinks=True)
+        for backend in (CpuAttention(), kernels)
+    ] == ["", ""]

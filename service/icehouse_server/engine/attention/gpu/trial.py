@@ -180,12 +180,14 @@ def _rows(page: int) -> tuple[list[list[int]], list[int], list[int]]:
     A row's first token; one that comes to a page's end; one that shares the first page of another; a chunk
     across a page's border; a long one, which ends in the page that is a copy.
     """
-    long_count = -(-_LONGEST // page) + 1
-    shared, *others = range(5)
-    long_row = list(range(7, 7 + long_count))
-    rows = [[others[0]], [others[1], others[2]], [shared, others[3]], [shared, 5, 6], long_row]
-    begins = [0, page - 1, page, 2 * page - 2, (long_count - 1) * page]
-    return rows, begins, [1, 1, 1, _CHUNK, 1]
+    counts = [1, 1, 1, _CHUNK, 1]
+    begins = [0, page - 1, page, max(page, 2 * page - 2), -(-_LONGEST // page) * page]
+    shared, unused = 0, itertools.count(1)
+    rows = []
+    for begin, count, first in zip(begins, counts, ([], [], [shared], [shared], []), strict=True):
+        page_count = -(-(begin + _PASS_COUNT * count) // page)
+        rows.append([*first, *itertools.islice(unused, page_count - len(first))])
+    return rows, begins, counts
 
 
 def _places(rows: list[list[int]], begins: list[int], counts: list[int]) -> TokenPlaces:
