@@ -13,8 +13,8 @@ from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.errors import ConfigError, Reason, extra_command
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.monitoring.server_service import server_version
 from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import CallMetrics
 

@@ -13,7 +13,7 @@ from icehouse_server.rpc.kv_events.source import KvEventSource
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.parts import WorkerParts
+    from icehouse_server.rpc.worker.info import WorkerParts
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -30,8 +30,8 @@ def worker_parts(
         return None
     try:
         # Of an optional extra.
+        from icehouse_server.rpc.worker.info import ServedFolder, WorkerParts
         from icehouse_server.rpc.worker.kv_events import KvEventStreams
-        from icehouse_server.rpc.worker.parts import ServedFolder, WorkerParts
     except ModuleNotFoundError as error:
         raise ConfigError(
             Reason.CONFIG_INVALID,

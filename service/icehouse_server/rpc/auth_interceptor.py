@@ -1,11 +1,11 @@
-"""Authentication interceptor before every method: who calls, may they, and does their message come.
+"""Authentication interceptor before every method: who calls, may they, and does their message arrive.
 
-What each method allows is its row of the method table.
+What a method allows is its row of the method table.
 
-A method of one request and one answer is served as if both were streams. Nobody on the wire can tell, and
-the server gains four things: a caller is known before any of its message is read; a message that trickles
-in holds nothing for longer than its timeout; bytes that are no message get a status of ours; an answer that
-its reader does not take goes on holding its caller's place, so that nobody can leave answers unread for free.
+A method with one request and one answer is served as if both were streams. Nobody can see that on the wire,
+and the server gains four things. The caller is known before any of its message is read. A message that
+trickles in holds nothing for longer than its timeout. Bytes that are no message get a status of ours. An
+answer that is not read still holds its caller's place, so nobody can leave answers unread for free.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from google.protobuf.message import DecodeError
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.calls import loop_timeout
+from icehouse_server.rpc.access.credentials import Authenticator
 from icehouse_server.rpc.calls.calls import Calls, Context, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
@@ -169,7 +168,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             timeout_s = min(timeout_s, row.message_timeout_s)
         memory: Hold | None = None
         try:
-            async with loop_timeout.of(timeout_s) as timer, self._admission(row, timer):
+            async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
                     # How long a message is nobody knows before it is there.
                     memory = await self._memory.take(callers.origin.get(), self._limits.size_bytes)
@@ -320,3 +319,33 @@ def _parsed(handler: Any, data: bytes, row: Method) -> Any:
             f"the {len(data)} bytes of the request are no message of this method; check the client's protos",
             metadata={"size_bytes": len(data)},
         ) from None
+
+
+_PART_COUNT = 8
+
+
+@contextlib.asynccontextmanager
+async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Raise TimeoutError out of the block once the loop has had so long for it; the timer may be moved up.
+
+    As asyncio.timeout, for what has not come although the loop looked for it. When the loop stands still, a
+    plain timer and what came meanwhile are due in the same turn, and the timer wins. This one is made of
+    short parts: a standstill, however long, uses up one of them, and the others are time to see what came.
+    """
+    loop = asyncio.get_running_loop()
+    part: asyncio.TimerHandle | None = None
+
+    def begin(left_count: int) -> None:
+        nonlocal part
+        if left_count:
+            part = loop.call_later(timeout_s / _PART_COUNT, begin, left_count - 1)
+        elif not timer.expired():
+            timer.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as timer:
+        begin(_PART_COUNT)
+        try:
+            yield timer
+        finally:
+            if part is not None:
+                part.cancel()

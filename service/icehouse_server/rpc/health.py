@@ -21,9 +21,9 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.calls.calls import Context, end
 from icehouse_server.rpc.calls.status import status_of
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 
 REFRESH_INTERVAL_S = 0.5
 """How often the heartbeat is looked at. Changes of state do not wait for it."""

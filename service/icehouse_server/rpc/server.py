@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,26 +33,21 @@ from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.grpc_log import quiet_lost_answers
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.message_interceptor import MessageInterceptor
-from icehouse_server.rpc.monitoring.observation import Observation
-from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
-from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
-from icehouse_server.rpc.monitoring.status import StatusReader
+from icehouse_server.rpc.monitoring.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
 from icehouse_server.rpc.services.embedding import EmbeddingService
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference import InferenceService
-from icehouse_server.rpc.services.model import ModelService
-from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank import RerankService
+from icehouse_server.rpc.services.server_service import ModelService, ServerService, facts_of
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.parts import WorkerParts
+    from icehouse_server.rpc.worker.info import WorkerParts
 
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
@@ -289,3 +285,30 @@ class RpcServer:
             ),
             draw_seed=draw_seed,
         )
+
+
+CORE_LOGGER_NAME = "grpc._cython.cygrpc"
+_LOST_ANSWER = "ExecuteBatchError"
+"""Names private to grpc: a test holds them to what is installed."""
+
+_logger = logging.getLogger("icehouse_server.rpc.grpc_log")
+
+
+def quiet_lost_answers() -> None:
+    """Log answers that grpc's core could not send as DEBUG lines without a traceback.
+
+    It happens when a caller leaves just as its answer is sent. grpc.aio logs an error with a traceback, with
+    which any caller could fill the log.
+    """
+    # The same function is added once, however often.
+    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_kept)
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    if kind is None or kind.__name__ != _LOST_ANSWER:
+        return True
+    _logger.debug(
+        "a caller left as its answer was sent", extra={"grpc": grpc.__version__, "event": record.getMessage()}
+    )
+    return False

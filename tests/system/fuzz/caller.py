@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from icehouse_server.errors import Reason
-from icehouse_server.rpc.calls.reason_table import TABLE
+from icehouse_server.rpc.calls.status import TABLE
 
 from tests.system.fuzz.frames import LONG_S, send_frame
 from tests.system.fuzz.requests import INVENTED, METHODS, OURS, FuzzRequest

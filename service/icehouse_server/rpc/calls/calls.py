@@ -20,7 +20,7 @@ from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason,
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
-from icehouse_server.rpc.calls.pace import (
+from icehouse_server.rpc.calls.shares import (
     LONGEST_S,
     LONGEST_UNPROVED_S,
     REFUSAL_BURST_COUNT,
@@ -31,7 +31,7 @@ from icehouse_server.rpc.calls.pace import (
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
-from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
+from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

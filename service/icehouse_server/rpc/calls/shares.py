@@ -1,9 +1,9 @@
 """Shares: places and turns that callers have between them, so that none can take them all. Event loop.
 
-Who is refused or made to wait follows from what is free, not from a fixed part: a caller may hold at most
-`factor` times what nobody holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One
-busy caller gets `factor / (1 + factor)` of it, n of them `factor / (1 + n * factor)` each, and something
-stays free for the next one. A caller is a proved tenant, or a connection where nobody proves anything.
+What is refused or has to wait depends on what is free: a caller may hold at most `factor` times what nobody
+holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One busy caller gets
+`factor / (1 + factor)` of it, and n of them get `factor / (1 + n * factor)` each, so something stays free for
+the next one. A caller is a proved tenant, or a connection where nobody proves anything.
 """
 
 from __future__ import annotations
@@ -198,3 +198,43 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> No
         # The loop ended before the work did: nobody waits for a turn any more.
         if not loop.is_closed():
             raise
+
+
+REFUSALS_PER_S = 20.0
+REFUSAL_BURST_COUNT = 64
+REFUSED_BYTES_PER_TURN = 256 << 10
+"""A refused request of so many bytes counts as one more refusal."""
+LONGEST_S = 1.0
+"""A balancer wants to hear soon that another server is to be tried."""
+LONGEST_UNPROVED_S = 5.0
+"""Nobody who may call waits for that."""
+_KEPT_COUNT = 1024
+"""Callers that are remembered; those whose turn has passed are let go first."""
+
+
+class Pace:
+    """A schedule for each caller: so many at once, then so many a second. Times of any one clock.
+
+    A refused call takes the event loop nearly as long as a short one that is served, and one with a long
+    message as long as many. So the first refusals of a caller are told at once, and beyond so many in a
+    second each waits for its turn, up to some time. Subscribers to KV events wait likewise.
+    """
+
+    def __init__(self, *, rate_per_s: float, burst_count: int) -> None:
+        self._interval_s = 1 / rate_per_s
+        self._burst_count = burst_count
+        self._due_times: dict[str, float] = {}
+
+    def delay_s(self, origin: str, *, now: float, longest_s: float, turn_count: float = 1) -> float:
+        """Return how long the end of a caller's next turns is away, and count them."""
+        earliest = now - self._burst_count * self._interval_s
+        due_time = max(self._due_times.get(origin, earliest), earliest) + turn_count * self._interval_s
+        # Nobody falls behind by more than it may be kept waiting.
+        self._due_times[origin] = due_time = min(due_time, now + longest_s)
+        if len(self._due_times) > _KEPT_COUNT:
+            self._forget(now)
+        return max(0.0, due_time - now)
+
+    def _forget(self, now: float) -> None:
+        waiting = [(origin, due) for origin, due in self._due_times.items() if due > now]
+        self._due_times = dict(waiting[-_KEPT_COUNT // 2 :])

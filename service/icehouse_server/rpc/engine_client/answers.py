@@ -1,16 +1,20 @@
-"""Answers of one call: what it keeps for them, and what its reader has not taken, count against its caller.
+"""Answers of one call: what it keeps for them and what is not read yet counts against its caller. Event loop.
 
-gRPC holds a message until the connection has taken it. A handler that is ended meanwhile leaves it there
-until the call is over, so it is counted until then. Owned by the event loop.
+gRPC holds a message until the connection has taken it. If a handler is ended meanwhile, the message stays
+until the call is over, so it is counted until then.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, Protocol
 
-from icehouse_server.errors import CannotFit, Reason
-from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
+import grpc
+
+from icehouse_server.errors import CannotFit, Overloaded, Reason
 
 FREE_BYTES: Final = 4 << 10
 """So little counts as nothing: there is no more of it than there are calls."""
@@ -27,6 +31,7 @@ class Message(Protocol):
 class Writable(Protocol):
     """What is wanted of a call's context."""
 
+    async def send_initial_metadata(self, initial_metadata: Any) -> None: ...
     async def write(self, message: Any) -> None: ...
 
 
@@ -104,3 +109,87 @@ async def write(context: Writable, message: Message) -> None:
     # Not where it was broken off: gRPC still has the message then.
     if answers is not None:
         answers.hold(0)
+
+
+_HEADERS_S = 1.0
+"""How long an end waits for headers that are on their way; only a connection that takes nothing needs it."""
+
+
+class StallTimer:
+    """Ends a stream whose reader takes nothing for too long, or leaves too much unread."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._scope: asyncio.Timeout | None = None
+        self._has_begun = False
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Raise Overloaded READER_STALLED out of the block once the reader has stalled in it."""
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError:
+            raise Overloaded(
+                Reason.READER_STALLED,
+                f"the reader took nothing for {self._timeout_s:g} s or left too much unread; "
+                "read the stream faster or ask for less",
+                metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
+            ) from None
+        finally:
+            self._scope = None
+
+    async def begin(self, context: Writable) -> None:
+        """Send the headers, for a reader who waits for them while there is no message yet."""
+        if not self._has_begun:
+            self._has_begun = True
+            sending = asyncio.ensure_future(context.send_initial_metadata(()))
+            sending.add_done_callback(_note_failure)
+            try:
+                with disconnect_as_cancel():
+                    await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                # gRPC believes that headers which were broken off have not been sent, sends them again with
+                # the status, is refused that by its core, and the caller would never hear of the end.
+                await asyncio.wait((sending,), timeout=_HEADERS_S)
+                raise
+
+    async def write(self, context: Writable, message: Message) -> None:
+        """Hand a message to the connection, which may wait for the reader; only within `guard`.
+
+        Raises as `write` does.
+        """
+        # Apart from the message: headers that wait with it for the reader would keep the call from being
+        # ended with a status (grpc 1.85).
+        await self.begin(context)
+        self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        await write(context, message)
+        self._reschedule(None)
+
+    def _reschedule(self, when: float | None) -> None:
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(when)
+
+    def expire(self) -> None:
+        """End the block now."""
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+def _note_failure(sending: asyncio.Future[None]) -> None:
+    """Have asyncio not report headers that failed while nobody waited for them any more: the call has ended
+    and the caller is gone. Whoever still waits hears of it as ever."""
+    if not sending.cancelled():
+        sending.exception()
+
+
+@contextlib.contextmanager
+def disconnect_as_cancel() -> Iterator[None]:
+    """End the call as cancelled if its connection ends before it took what the block sends.
+
+    gRPC reports it as an error of the server (`InternalError`), when it is the caller who went away.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

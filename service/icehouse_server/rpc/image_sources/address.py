@@ -1,4 +1,4 @@
-"""Image address: what a URI names, held to what settings allow before anything is touched. Pure functions.
+"""Image address: what a URI names, if the settings allow it; nothing is opened here. Pure functions.
 
 A path or a host that is not allowed is refused in the same words whether or not it exists.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import os
 import re
 import urllib.parse
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from icehouse_server.config import ServerConfig
-from icehouse_server.rpc.image_sources.refusals import refused
-from icehouse_server.rpc.image_sources.settings import ImageHost, folders_of, hosts_of
+from icehouse_server.errors import ConfigError, InvalidRequest, Reason, SourceUnreachable
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -170,3 +170,97 @@ def _folder_of(names: Sequence[str], folders: Sequence[str]) -> str | None:
     above = [each for each in folders if _names(each) == list(names[: len(_names(each))])]
     found = max(above, key=len, default=None)
     return found if found is not None and len(names) > len(_names(found)) else None
+
+
+Item = TypeVar("Item")
+
+_COUNT_LIMIT: Final = 64
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9.\-]{0,252}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageHost:
+    """A host that may be asked for images."""
+
+    name: str
+    """In lower case; an address as `ipaddress` writes it."""
+    port: int | None = None
+    """None for the port of the scheme: 443 and 80."""
+
+
+def hosts_of(config: ServerConfig) -> tuple[ImageHost, ...]:
+    """Return the hosts that may be asked for images; raises ConfigError."""
+    return _listed("image_hosts", config.image_hosts, read_image_hosts)
+
+
+def folders_of(config: ServerConfig) -> tuple[str, ...]:
+    """Return the folders that images may be read in; raises ConfigError."""
+    return _listed("image_folders", config.image_folders, read_image_folders)
+
+
+def read_image_hosts(text: str | None) -> tuple[ImageHost, ...]:
+    """Return the hosts that a setting lists; raises ValueError with a complaint that follows the value."""
+    return tuple(_host_of(part) for part in _parts(text))
+
+
+def read_image_folders(text: str | None) -> tuple[str, ...]:
+    """Return the folders that a setting lists; raises ValueError with a complaint that follows the value."""
+    folders = tuple(os.path.expanduser(part) for part in _parts(text))
+    for folder in folders:
+        if not os.path.isabs(folder) or os.path.normpath(folder) != folder.rstrip("/") or "\0" in folder:
+            raise ValueError(f"lists {folder!r}, which is no folder's whole path, such as /srv/pictures")
+    return tuple(folder.rstrip("/") for folder in folders)
+
+
+def _listed(name: str, text: str | None, read: Callable[[str | None], tuple[Item, ...]]) -> tuple[Item, ...]:
+    try:
+        return read(text)
+    except ValueError as error:
+        field = f"server.{name}"
+        raise ConfigError(Reason.CONFIG_INVALID, f"{field} {error}", field=field) from error
+
+
+def _parts(text: str | None) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if len(parts) > _COUNT_LIMIT:
+        raise ValueError(f"lists {len(parts)}, and the limit is {_COUNT_LIMIT}")
+    return parts
+
+
+def _host_of(part: str) -> ImageHost:
+    name, colon, port = part.rpartition(":")
+    if not colon or (":" in name and not name.startswith("[")) or port.endswith("]"):
+        name, port = part, ""  # no port: a name, or an address of IPv6
+    try:
+        number = int(port) if port else None
+    except ValueError:
+        number = -1
+    if number is not None and not 1 <= number <= 65535:
+        raise ValueError(f"lists {part!r}, whose port is none from 1 to 65535")
+    bare = name.removeprefix("[").removesuffix("]").lower()
+    try:
+        return ImageHost(str(ipaddress.ip_address(bare)), number)
+    except ValueError:
+        if _NAME.fullmatch(bare) is None:
+            raise ValueError(
+                f"lists {part!r}, which is no host; write images.example.org or 10.0.0.7:8080"
+            ) from None
+        return ImageHost(bare, number)
+
+
+def refused(field: str, complaint: str, **facts: object) -> InvalidRequest:
+    """Return the error of an image that is never read."""
+    message = f"the image of {field} {complaint}"
+    return InvalidRequest(Reason.IMAGE_INVALID, message, field=field, metadata=facts)
+
+
+def too_long(field: str, limit_bytes: int) -> InvalidRequest:
+    """Return the error of an image that was read up to the limit."""
+    complaint = f"has more than {limit_bytes} bytes, the most that an image may have"
+    return refused(field, complaint, limit_bytes=limit_bytes)
+
+
+def unreachable(field: str, complaint: str, **facts: object) -> SourceUnreachable:
+    """Return the error of an image that its host does not give now."""
+    message = f"the image of {field} {complaint}"
+    return SourceUnreachable(Reason.IMAGE_UNREACHABLE, message, field=field, metadata=facts)

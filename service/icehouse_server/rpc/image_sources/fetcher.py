@@ -1,8 +1,7 @@
-"""Image sources of a conversation: what its URIs name, read before the conversation is. Event loop.
+"""Image sources of a conversation: the files and URLs that it names, read before the conversation is.
 
-A request's images are read side by side and within one time for all. What reads blocks, and so it has
-threads, of which there are a few. They are had in turns, and memory as that of messages: of either one caller
-gets at most half.
+The images of a request are read side by side, with one time limit for all. Reading blocks, so it has a few
+threads. Callers take turns for them, and for memory; one caller gets at most half of either.
 """
 
 from __future__ import annotations
@@ -12,20 +11,26 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import os
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
-from icehouse_server.errors import SourceUnreachable
+from icehouse_server.errors import InvalidRequest, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.calls.shares import FairQueue, on_loop
-from icehouse_server.rpc.image_sources.address import FileAddress, SourceRules, WebAddress
-from icehouse_server.rpc.image_sources.connection import FetchAbort
-from icehouse_server.rpc.image_sources.files import read_file
-from icehouse_server.rpc.image_sources.refusals import unreachable
-from icehouse_server.rpc.image_sources.web import WebReader
+from icehouse_server.rpc.image_sources.address import (
+    FileAddress,
+    SourceRules,
+    WebAddress,
+    refused,
+    too_long,
+    unreachable,
+)
+from icehouse_server.rpc.image_sources.web import FetchAbort, WebReader
 
 Result = TypeVar("Result")
 
@@ -146,3 +151,54 @@ def _with_bytes(conversation: Conversation, found: Mapping[str, bytes]) -> Conve
         return dataclasses.replace(each, images=tuple(image(placed) for placed in each.images))
 
     return dataclasses.replace(conversation, messages=tuple(message(each) for each in conversation.messages))
+
+
+_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CHUNK_BYTES: Final = 1 << 20
+
+
+def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
+    """Return a file's bytes; raises InvalidRequest when it cannot be read or has more of them than that.
+
+    No link is followed below the folder, and only a plain file with one name is read: whoever may write into
+    the folder must not choose what else the server reads. A file that is missing, forbidden or no file is
+    refused in the same words. Not on the event loop.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            return _read(opened, address, limit_bytes=limit_bytes, field=field)
+        except OSError as error:
+            raise _unreadable(field) from error
+
+
+def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
+    def keep(descriptor: int) -> int:
+        opened.callback(os.close, descriptor)
+        return descriptor
+
+    place = keep(os.open(address.folder, _FOLDER_FLAGS))
+    *above, name = address.names
+    for each in above:
+        place = keep(os.open(each, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=place))
+    # Looked at first: opening a device may do something.
+    if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+        raise _unreadable(field)
+    file = keep(os.open(name, _FILE_FLAGS, dir_fd=place))
+    facts = os.fstat(file)
+    # One with another name may be from elsewhere: whoever may write here could have linked what is ours.
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        raise _unreadable(field)
+    if facts.st_size > limit_bytes:
+        raise too_long(field, limit_bytes)
+    data = bytearray()
+    # It may grow meanwhile.
+    while chunk := os.read(file, min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+        data += chunk
+        if len(data) > limit_bytes:
+            raise too_long(field, limit_bytes)
+    return bytes(data)
+
+
+def _unreadable(field: str) -> InvalidRequest:
+    return refused(field, "is no file that the server can read; links, hard ones too, are not followed")

@@ -1,20 +1,29 @@
 """Event feed: what happened to blocks, in a channel for all of it and one for each tenant that subscribed.
 
-Owned by the event loop. What is kept for those who come back or fall behind is bounded over all channels: a
-tenant's batch goes when the one that it is a part of does.
+Owned by the event loop. What is kept for readers that come back or fall behind is bounded over all channels.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.rpc.kv_events.channel import Channel, Subscription, parts_of, size_bytes
-from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.mirror import BlockMirror
+from icehouse_server.errors import EventsExpired, EventsLost, Reason
+from icehouse_server.rpc.kv_events.events import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    KvBatch,
+    KvBlock,
+    KvEvent,
+    SnapshotChunk,
+)
+from icehouse_server.rpc.kv_events.mirror import BlockMirror, Held
 
 
 class EventFeed:
@@ -105,3 +114,197 @@ class EventFeed:
             self._ring_bytes -= size_bytes(self._all.drop_oldest())
             for channel in self._sharers.popleft():
                 channel.drop_oldest()
+
+
+BATCH_TOKEN_COUNT = 32_768
+"""Tokens of the blocks in one batch: some 100 kB as a message, far below what clients of gRPC accept."""
+
+State = list[tuple[KvBlock, Held]]
+
+
+class BlockSnapshot:
+    """The state at a number, cut into batches as they are read; shared by all who begin there."""
+
+    def __init__(self, number: int, time: float, state: State) -> None:
+        self.number = number
+        self.block_count = len(state)
+        self._time = time
+        self._state = state
+        self._size = max(1, BATCH_TOKEN_COUNT // (2 * state[0][0].token_count)) if state else 1
+        self.chunk_count = max(1, -(-len(state) // self._size))
+        self._stored_count = sum(len(held) for _, held in state)
+
+    def chunk(self, index: int) -> KvBatch:
+        """Return one of its batches; their numbers end at the snapshot's own."""
+        events: list[KvEvent] = [] if index else [BlocksCleared()]
+        part = self._state[index * self._size : (index + 1) * self._size]
+        events += (BlockStored(block, tier) for block, held in part for tier in held)
+        about = SnapshotChunk(index, self.chunk_count, self._stored_count)
+        return KvBatch(self.number - self.chunk_count + 1 + index, self._time, tuple(events), about)
+
+    def release(self) -> None:
+        """Hold nothing any more: what follows it is no longer kept, so nobody could use it."""
+        self._state = []
+
+
+class Channel:
+    """The numbered batches of one tenant or of all. Whoever owns it says when the oldest one goes.
+
+    A subscription is a place in a channel and no more: one that stalls costs nobody anything, and learns
+    that it was overtaken when it comes for its next batch. Each channel counts its own batches, so that a
+    tenant's numbers tell it nothing of the others.
+    """
+
+    def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
+        self._state_of_now = state
+        self._clock = clock
+        self._last_number = number
+        self._ring: collections.deque[KvBatch] = collections.deque()
+        self._changed = asyncio.Event()
+        self._snapshots: weakref.WeakSet[BlockSnapshot] = weakref.WeakSet()
+        self._latest: BlockSnapshot | None = None
+        self._event_count = 0
+        """Events since the latest snapshot."""
+        self.lost_total = 0
+        """Subscribers that were overtaken."""
+
+    @property
+    def last_number(self) -> int:
+        """The number of the latest batch; before the first one, the number before it."""
+        return self._last_number
+
+    def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
+        """Number events and keep them; `wake` tells those who wait."""
+        self._last_number += 1
+        batch = KvBatch(self._last_number, self._clock.wall(), events)
+        self._ring.append(batch)
+        self._event_count += len(events)
+        return batch
+
+    def drop_oldest(self) -> KvBatch:
+        """Keep the oldest batch no longer, nor snapshots that it had to follow."""
+        dropped = self._ring.popleft()
+        for snapshot in list(self._snapshots):
+            if snapshot.number < dropped.sequence_number:
+                self._snapshots.discard(snapshot)
+                snapshot.release()
+                if snapshot is self._latest:
+                    self._latest = None
+        return dropped
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def wake(self) -> None:
+        """Have those who wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return when somebody is to look again."""
+        await self._changed.wait()
+
+    def subscribe(self, *, after_number: int) -> Subscription:
+        """Return what follows `after_number`; 0 begins with the state.
+
+        Raises EventsExpired where batches are missing between that number and what is kept.
+        """
+        if not after_number:
+            snapshot = self._snapshot()
+            return Subscription(self, snapshot.number, snapshot)
+        self.require(after_number, began=False)
+        return Subscription(self, after_number, None)
+
+    def after(self, number: int) -> KvBatch | None:
+        """Return the batch behind this one, None when it is yet to come; raises EventsLost."""
+        if number == self._last_number:
+            return None
+        self.require(number, began=True)
+        return self._ring[number + 1 - self._ring[0].sequence_number]
+
+    def require(self, number: int, *, began: bool) -> None:
+        """Raise EventsLost, or EventsExpired before it began, where the batch behind this one is not kept."""
+        first = self._ring[0].sequence_number if self._ring else self._last_number + 1
+        if first - 1 <= number <= self._last_number:
+            return
+        detail = (
+            f"the events after number {number} are not kept, those of {first} to {self._last_number} are; "
+            "forget what was told and subscribe from 0"
+        )
+        numbers = {"number": number, "first_number": first, "last_number": self._last_number}
+        if began:
+            self.lost_total += 1
+            raise EventsLost(Reason.EVENTS_LOST, detail, metadata=numbers)
+        raise EventsExpired(Reason.EVENTS_EXPIRED, detail, metadata=numbers)
+
+    def _snapshot(self) -> BlockSnapshot:
+        """Return a state to begin with, and the events that follow it are kept.
+
+        A new one is taken when more has happened since than it holds itself: so taking them costs less than
+        the events did, however many subscribe, and those that slow readers hold are together no more than
+        what is kept anyway.
+        """
+        if self._latest is None or self._event_count > self._latest.block_count:
+            self._latest = BlockSnapshot(self._last_number, self._clock.wall(), self._state_of_now())
+            self._snapshots.add(self._latest)
+            self._event_count = 0
+        return self._latest
+
+
+class Subscription:
+    """One reader of a channel: what is ready comes at once, and `None` when there is nothing yet."""
+
+    def __init__(self, channel: Channel, number: int, snapshot: BlockSnapshot | None) -> None:
+        self._channel = channel
+        self._number = number
+        self._snapshot = snapshot
+        self._index = 0
+
+    def take(self) -> KvBatch | None:
+        """Return the next batch; raises EventsLost."""
+        if self._snapshot is not None:
+            return self._take_chunk(self._snapshot)
+        batch = self._channel.after(self._number)
+        if batch is not None:
+            self._number = batch.sequence_number
+        return batch
+
+    async def wait(self) -> None:
+        """Return when it is time to look again."""
+        await self._channel.wait()
+
+    def _take_chunk(self, snapshot: BlockSnapshot) -> KvBatch:
+        self._channel.require(snapshot.number, began=True)
+        chunk = snapshot.chunk(self._index)
+        self._index += 1
+        if self._index == snapshot.chunk_count:
+            self._snapshot = None
+        return chunk
+
+
+def size_bytes(batch: KvBatch) -> int:
+    """Return what a batch takes while it is kept, about."""
+    blocks = [event.block for event in batch.events if isinstance(event, BlockStored)]
+    size = sum(len(block.packed_token_ids) + _IMAGE_BYTES * len(block.images) for block in blocks)
+    return size + _EVENT_BYTES * (1 + len(batch.events))
+
+
+def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
+    """Yield the events in parts that make messages of a modest size."""
+    part: list[KvEvent] = []
+    token_count = 0
+    for event in events:
+        added = event.block.token_count if isinstance(event, BlockStored) else 0
+        if part and (token_count + added > BATCH_TOKEN_COUNT or len(part) >= _BATCH_EVENT_COUNT):
+            yield tuple(part)
+            part, token_count = [], 0
+        part.append(event)
+        token_count += added
+    if part:
+        yield tuple(part)
+
+
+_BATCH_EVENT_COUNT = 1024
+_EVENT_BYTES = 200
+"""What an event takes in the ring beside its tokens, about."""
+_IMAGE_BYTES = 200

@@ -24,8 +24,8 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.kv_events.channel import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
+from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
 
 _QUEUE_LIMIT = 1_000

@@ -22,8 +22,8 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit, ReplyFormatInfo
 from icehouse_server.domain.request import TokenLogprobs
+from icehouse_server.rpc.messages.options import LIMITS
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
-from icehouse_server.rpc.messages.speculation import LIMITS
 
 Spell = Callable[[int], str]
 """A token id's own spelling."""

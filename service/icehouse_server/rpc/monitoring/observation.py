@@ -1,22 +1,26 @@
-"""Observation: who watches the calls of one server, and the stats poller while it serves."""
+"""Observation: who watches the calls of one server, its sampled counters, load report and status page."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Sequence
+
+from icehouse.v1 import load_report_pb2
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_commands import CacheAnswer, ListRecent, RecentBlock, RecentBlocks
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, ServerStatus, Snapshot
+from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.access_log import AccessLog
-from icehouse_server.rpc.calls.slow_requests import SlowRequests
-from icehouse_server.rpc.calls.watchers import Telemetry, Watchers
+from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry, Watchers
 from icehouse_server.rpc.calls.wire import WireInterceptor
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.monitoring.load_report import LoadReport
-from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
-from icehouse_server.rpc.monitoring.status import StatusReader
 
 _UNUSED_INTERVAL_S = 1.0
 """For a sampler that nobody starts."""
@@ -61,3 +65,169 @@ class Observation:
         if self._task is not None:
             await background.end(self._task)
             self._task = None
+
+
+class StatsPoller:
+    """Keeps the latest snapshot. Sampling belongs to the event loop; any thread may read `latest`."""
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        router: Router,
+        stats: StatsReader,
+        clock: Clock,
+        interval_s: float,
+        kv_events: Callable[[], KvEventStats] = KvEventStats,
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._stats = stats
+        self._clock = clock
+        self._kv_events = kv_events
+        self.interval_s = interval_s
+        """Also how long the engine may take to answer."""
+        self._latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
+
+    @property
+    def latest(self) -> Snapshot:
+        """The last sample. A frozen value: reading it from another thread needs no lock."""
+        return self._latest
+
+    async def run(self) -> None:
+        """Sample now and at every interval, until cancelled."""
+        while True:
+            await self.sample()
+            await asyncio.sleep(self.interval_s)
+
+    async def sample(self) -> None:
+        """Take one sample; an engine that does not answer in time leaves the last counters standing."""
+        answer: tuple[EngineStats, CacheStats | None] | None = None
+        if self._router.state is EngineState.READY:
+            try:
+                async with asyncio.timeout(self.interval_s):
+                    answer = await self._stats.ask()
+            except (TimeoutError, IcehouseError):
+                answer = None
+        self._latest = self._snapshot(answer)
+
+    def _snapshot(self, answer: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
+        last, now = self._latest, self._clock.monotonic()
+        engine, cache = answer or (last.engine, last.cache)
+        return Snapshot(
+            state=self._router.state,
+            heartbeat_age_s=max(0.0, now - self._engine.heartbeat_time),
+            sample_time=now if answer is not None else last.sample_time,
+            model=self._router.model.info if self._router.model is not None else None,
+            engine=engine,
+            cache=cache,
+            tenants=self._stats.tenant_uses(),
+            kv_events=self._kv_events(),
+            rates=_rates(last, engine, now) if answer is not None else last.rates,
+        )
+
+
+def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> Rates:
+    elapsed_s = now - last.sample_time
+    if last.engine is None or engine is None or elapsed_s <= 0:
+        return Rates()
+    return Rates(
+        finished_per_s=(engine.finished_total - last.engine.finished_total) / elapsed_s,
+        failed_per_s=(engine.failed_total - last.engine.failed_total) / elapsed_s,
+        output_tokens_per_s=(engine.output_token_total - last.engine.output_token_total) / elapsed_s,
+    )
+
+
+BLOCK_LIMIT = 1024
+"""Blocks that are asked for: a millisecond of the engine's (2-core x86)."""
+
+_PATIENCE_S = 1.0
+
+
+class StatusReader:
+    """Owned by the event loop. Whoever calls bounds how often: a read is a command to the engine."""
+
+    def __init__(
+        self, *, engine: EnginePort, router: Router, poller: StatsPoller, slow: SlowRequests, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._poller = poller
+        self._slow = slow
+        self._clock = clock
+
+    async def read(self, *, with_tokens: bool = False) -> ServerStatus:
+        """Return the status; an engine that does not answer in time leaves the blocks out.
+
+        `with_tokens` brings those of the blocks, as far as the engine has them at hand.
+        """
+        blocks = await self._recent_blocks(ListRecent(BLOCK_LIMIT, with_tokens))
+        return ServerStatus(
+            collect_time=self._clock.wall(),
+            snapshot=self._poller.latest,
+            slowest_requests=self._slow.slowest(tenant=None),
+            recent_blocks=blocks,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that a status brought. Any thread: the model stays once it is there."""
+        model = self._router.model
+        assert model is not None, "tokens before a model"
+        return model.tokenizer.decode(token_ids)
+
+    async def _recent_blocks(self, command: ListRecent) -> tuple[RecentBlock, ...] | None:
+        try:
+            self._router.require_model()
+            async with asyncio.timeout(_PATIENCE_S):
+                answer = await self._router.ask(functools.partial(self._send, command))
+        except (TimeoutError, IcehouseError):
+            return None
+        return answer.blocks if isinstance(answer, RecentBlocks) else None
+
+    def _send(self, command: ListRecent, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
+        self._engine.submit_command(command, reply)
+
+
+TRAILER_KEY = "endpoint-load-metrics-bin"
+
+
+class LoadReport:
+    """Serializes each snapshot once, whatever the number of calls that carry it. Event loop."""
+
+    def __init__(self, latest: Callable[[], Snapshot]) -> None:
+        self._latest = latest
+        self._reported: Snapshot | None = None
+        self._data = b""
+
+    def trailer(self) -> tuple[str, bytes] | None:
+        """Return the trailer; None before the engine has told its first counters."""
+        snapshot = self._latest()
+        if snapshot.engine is None:
+            return None
+        if snapshot is not self._reported:
+            self._reported = snapshot
+            self._data = report_of(snapshot).SerializeToString(deterministic=True)
+        return TRAILER_KEY, self._data
+
+
+def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
+    """Return the report of a snapshot with counters."""
+    engine, cache = snapshot.engine, snapshot.cache
+    assert engine is not None, "no counters yet"
+    running_count = engine.running_count
+    memory_limit_bytes = engine.memory_limit_bytes
+    named = {
+        "icehouse.waiting": float(engine.waiting_count),
+        "icehouse.decoding": float(engine.decoding_count),
+    }
+    if cache is not None:
+        lookups = cache.lookups
+        reused = lookups.ram_token_total + lookups.ssd_token_total
+        named["icehouse.hit_ratio"] = reused / max(1, reused + lookups.miss_token_total)
+    return load_report_pb2.LoadReport(
+        mem_utilization=engine.active_memory_bytes / memory_limit_bytes if memory_limit_bytes else 0.0,
+        rps_fractional=snapshot.rates.finished_per_s,
+        eps=snapshot.rates.failed_per_s,
+        named_metrics=named,
+        application_utilization=(running_count + engine.waiting_count) / max(1, engine.decoding_limit),
+    )

@@ -15,7 +15,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.stats import EngineStats, ServerStats, TenantUse
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
-from icehouse_server.rpc.calls.slow_requests import SlowRequests
+from icehouse_server.rpc.calls.watchers import SlowRequests
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router

@@ -26,9 +26,9 @@ from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.ports import EnginePort
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
 from icehouse_server.rpc.messages.stats import (
     evict_progress,
@@ -39,7 +39,7 @@ from icehouse_server.rpc.messages.stats import (
 )
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
-from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
 
 

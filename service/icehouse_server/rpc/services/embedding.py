@@ -17,7 +17,7 @@ from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.messages.validation import refuse_value
-from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import input_of, names_item, unchecked
 

@@ -1,11 +1,12 @@
-"""Generation: one request from the wire to its last event; read, submitted, told, never left running."""
+"""Generation: one request from the wire to its last event, and what all services share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2
 
@@ -13,26 +14,30 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
-from icehouse_server.domain.ids import Tenant
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
+from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
-from icehouse_server.rpc.calls.calls import Call
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
+from icehouse_server.rpc.calls.calls import Call, Calls
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, Submission
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.engine_client.submission import Submission
-from icehouse_server.rpc.messages.request import RunMessage, request_of
+from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.messages.sampling import spellings
 from icehouse_server.rpc.messages.validation import (
+    cache_use_of,
     check_adapter,
     check_model,
+    priority_of,
     refuse_value,
+    request_name_of,
     shared_tenant_of,
+    tenant_of,
 )
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
@@ -47,6 +52,18 @@ from icehouse_server.rpc.services.prompts import (
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """Shared by the services. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
+
+    config: ServerConfig
+    calls: Calls
+    router: Router
+    prompts: PromptReader
+    generation: Generation
+    draw_seed: Callable[[], int]
 
 
 class Generation:
@@ -279,3 +296,51 @@ async def _events(
 
 def _cancelled() -> Cancelled:
     return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+
+
+class RunMessage(Protocol):
+    """A request message that makes the engine run."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+
+
+def request_of(
+    message: RunMessage,
+    *,
+    policy: cache_policy_pb2.CachePolicy,
+    info: ModelInfo,
+    call: Call,
+    shared_prefix_grants: Mapping[str, frozenset[str] | None],
+) -> GenerationRequest:
+    """Return a request without a prompt, which asks for no output; the call learns its names.
+
+    Raises what refuses it; nothing here needs the tokenizer.
+    """
+    check_model(message.model, info)
+    check_adapter(message.adapter, info)
+    call.model_id = info.model_id
+    call.request_id = request_name_of(message.request_id, generated=call.request_id)
+    cache_use = cache_use_of(policy)
+    tenant = call.tenant = tenant_of(policy, call.caller)
+    return GenerationRequest(
+        request_id=request_id_of(call.request_id, tenant),
+        prompt_token_ids=(),
+        max_output_tokens=0,
+        sampling=SamplingParams(),
+        stop=(),
+        arrival_time=call.arrival_time,
+        deadline_time=call.deadline_time,
+        cache_use=cache_use,
+        tenant=tenant,
+        adapter=AdapterName(message.adapter),
+        shared_tenant=shared_tenant_of(policy, call.caller, shared_prefix_grants),
+        priority=priority_of(message.priority),
+        session_id=call.session_id,
+    )

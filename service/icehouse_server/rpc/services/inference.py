@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from icehouse.v1 import completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
+from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import inference_service_pb2_grpc
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import CacheReport, Finished
 from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.domain.request import SentImages
+from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.ports import OpenImages
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 from icehouse_server.rpc.messages.chat import check_no_tools
-from icehouse_server.rpc.messages.response_format import response_format_of
+from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
-from icehouse_server.rpc.messages.sampling import bad_words_of, sampling_of
-from icehouse_server.rpc.messages.speculation import speculation_of
 from icehouse_server.rpc.messages.validation import (
     check_model,
     completions_of,
@@ -33,7 +33,7 @@ from icehouse_server.rpc.messages.validation import (
     stop_token_ids_of,
 )
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader
-from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     Prompt,
@@ -47,7 +47,6 @@ from icehouse_server.rpc.services.prompts import (
     unchecked,
     with_sent_images,
 )
-from icehouse_server.rpc.services.reply_sum import ReplySum
 
 
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -213,3 +212,146 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
 
 def _operation_of(request: messages.GenerateRequest) -> Operation:
     return Operation.CHAT if request.WhichOneof("prompt") == "chat" else Operation.TEXT_COMPLETION
+
+
+_LENGTH_DELIMITED = 2
+"""The wire type of messages in messages."""
+
+
+class ReplySum:
+    """What Generate answers: the messages of a stream added up by completion.
+
+    Log probabilities, by far the most of it, are kept encoded, which takes a quarter of what messages do.
+    The answer is put together of bytes, so the event loop touches each of them once.
+    """
+
+    def __init__(self, *, completion_count: int) -> None:
+        self._started = inference.Started()
+        self._logprobs = bytearray()
+        """Those of the prompt and of the first completion, as fields of the answer."""
+        self._outputs = [_OutputSum() for _ in range(completion_count)]
+        self.size_bytes = 0
+        """What was added, as it goes over the wire."""
+
+    def add(self, responses: Iterable[inference.StreamResponse]) -> None:
+        """Add messages, in order."""
+        for response in responses:
+            self.size_bytes += response.ByteSize()
+            match response.WhichOneof("event"):
+                case "started":
+                    self._started = response.started
+                case "prefill_progress":
+                    told = response.prefill_progress.prompt_logprobs
+                    if told:
+                        self._logprobs += inference.GenerateResponse(prompt_logprobs=told).SerializeToString()
+                case "delta":
+                    self._add(response.delta)
+                case "finished":
+                    self._outputs[response.finished.completion_index].finished = response.finished
+
+    def response(self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool) -> Encoded:
+        """Return the whole, a GenerateResponse, once each `finished` was added; `caches` is what each
+        completion reused."""
+        completions = [
+            output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
+            for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
+        ]
+        first = completions[0]
+        answer = inference.GenerateResponse(
+            request_id=self._started.request_id,
+            model=self._started.model,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            stop_string=first.stop_string if first.HasField("stop_string") else None,
+            stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
+            usage=first.usage,
+            cache=first.cache,
+            seed=first.seed,
+            tool_calls=first.tool_calls,
+            reasoning=first.reasoning,
+            malformed_tool_calls=first.malformed_tool_calls,
+            create_time=self._started.create_time,
+            system_fingerprint=self._started.system_fingerprint,
+            max_output_tokens=self._started.max_output_tokens,
+            unenforced_keywords=self._started.unenforced_keywords,
+        )
+        parts = [answer.SerializeToString(), bytes(self._logprobs)]
+        if lists_completions:
+            for completion, output in zip(completions, self._outputs, strict=True):
+                parts += _completion_field(completion.SerializeToString(), bytes(output.logprobs))
+        return Encoded(b"".join(parts))
+
+    def _add(self, delta: inference.Delta) -> None:
+        self._outputs[delta.completion_index].add(delta)
+        if delta.logprobs and delta.completion_index == 0:
+            self._logprobs += inference.GenerateResponse(logprobs=delta.logprobs).SerializeToString()
+
+
+class _OutputSum:
+    """One completion."""
+
+    def __init__(self) -> None:
+        self.finished = inference.Finished()
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self._token_ids: list[int] = []
+        self.logprobs = bytearray()
+        """As fields of a completion."""
+        self._calls: dict[int, tool_pb2.ToolCall] = {}
+        self._arguments: dict[int, list[str]] = {}
+        self._malformed: list[tool_pb2.MalformedToolCall] = []
+
+    def add(self, delta: inference.Delta) -> None:
+        self._texts.append(delta.text)
+        self._reasonings.append(delta.reasoning)
+        self._token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            self.logprobs += completion_pb2.Completion(logprobs=delta.logprobs).SerializeToString()
+        if delta.HasField("malformed_tool_call"):
+            self._malformed.append(delta.malformed_tool_call)
+        if delta.HasField("tool_call"):
+            self._add_call(delta.tool_call)
+
+    def completion(self, index: int, *, seed: int, cache: usage_pb2.CacheReport) -> completion_pb2.Completion:
+        for call_index, call in self._calls.items():
+            call.arguments_json = "".join(self._arguments[call_index])
+        finished = self.finished
+        return completion_pb2.Completion(
+            index=index,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=finished.finish_reason,
+            stop_string=finished.stop_string if finished.HasField("stop_string") else None,
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+            usage=finished.usage,
+            cache=cache,
+            seed=seed,
+            tool_calls=self._calls.values(),
+            reasoning="".join(self._reasonings),
+            malformed_tool_calls=self._malformed,
+        )
+
+    def _add_call(self, piece: tool_pb2.ToolCallDelta) -> None:
+        if piece.withdrawn:
+            del self._calls[piece.index]
+            return
+        if piece.index not in self._calls:
+            self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
+        self._calls[piece.index].repaired |= piece.repaired
+        self._arguments.setdefault(piece.index, []).append(piece.arguments_json)
+
+
+def _completion_field(*parts: bytes) -> tuple[bytes, ...]:
+    """Return one of the answer's `completions`, made of these parts, as it goes over the wire."""
+    tag = inference.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+    return (_varint(tag), _varint(sum(len(part) for part in parts)), *parts)
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)

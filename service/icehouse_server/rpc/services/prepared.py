@@ -1,18 +1,46 @@
-"""Prepared request: what the engine is asked, and how its output is handed out.
-
-Several prompts of one call as requests that the engine takes in together.
-"""
+"""Prepared request: what the engine is asked, and its events as messages for the caller."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import string
+from collections.abc import Callable, Sequence
 
-from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import tool_pb2
+
+from icehouse_server.domain.chat import (
+    CallPiece,
+    Conversation,
+    MalformedPiece,
+    Piece,
+    ReasoningPiece,
+    RenderedChat,
+    TextPiece,
+)
+from icehouse_server.domain.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    Started,
+)
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
-from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
-from icehouse_server.rpc.messages.responses import NO_NOTES, ReplyFacts, ReportNotes
+from icehouse_server.rpc.messages.responses import (
+    NO_NOTES,
+    ReplyFacts,
+    ReportNotes,
+    Spell,
+    delta_proto,
+    finished_proto,
+    progress_proto,
+    started_proto,
+)
 from icehouse_server.text.replies.reader import ReplySplitter
 
 
@@ -104,3 +132,132 @@ def requests_together(
         for rank, index in enumerate(order)
     ]
     return order, requests
+
+
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
+"""Ends of outputs that would have gone on."""
+
+
+class Replies:
+    """The outputs of one request to the messages of one stream, which starts once."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._replies = replies
+        self._has_started = False
+
+    def responses(self, index: int, event: Event) -> list[inference.StreamResponse]:
+        """Return what is sent for an event of completion `index`."""
+        if isinstance(event, Started):
+            is_first, self._has_started = not self._has_started, True
+            return self._replies[0].responses(event) if is_first else []
+        if isinstance(event, PrefillProgress) and index > 0:
+            # The first one's prefill is everybody's, or nearly.
+            return []
+        responses = self._replies[index].responses(event)
+        for response in responses:
+            if response.HasField("delta"):
+                response.delta.completion_index = index
+            elif response.HasField("finished"):
+                response.finished.completion_index = index
+        return responses
+
+
+class Reply:
+    """One output's events to the messages of a stream. Without a splitter everything is text."""
+
+    def __init__(
+        self,
+        *,
+        facts: ReplyFacts,
+        splitter: ReplySplitter | None,
+        piece: Spell,
+        notes: ReportNotes = NO_NOTES,
+    ) -> None:
+        self._notes = notes
+        self._piece = piece
+        self._facts = facts
+        self._splitter = splitter
+
+    def responses(self, event: Event) -> list[inference.StreamResponse]:
+        """Return what is sent for an event of the engine."""
+        match event:
+            case Started():
+                started = started_proto(event, self._facts, self._notes)
+                return [inference.StreamResponse(started=started)]
+            case PrefillProgress():
+                return [inference.StreamResponse(prefill_progress=progress_proto(event, piece=self._piece))]
+            case Delta():
+                return [inference.StreamResponse(delta=delta) for delta in self._deltas(event)]
+            case Finished():
+                return self._end(event)
+            case Failed():
+                raise AssertionError("a failure is raised, not handed out")
+
+    def _deltas(self, event: Delta) -> list[inference.Delta]:
+        """Return one message at least: tokens are told even where their text has to wait."""
+        whole = delta_proto(event, piece=self._piece)
+        if self._splitter is None:
+            return [whole]
+        pieces = self._splitter.push(event.text)
+        whole.text = ""
+        if not pieces:
+            return [whole]
+        whole.MergeFrom(_piece_proto(pieces[0]))
+        return [whole, *(_piece_proto(piece) for piece in pieces[1:])]
+
+    def _end(self, event: Finished) -> list[inference.StreamResponse]:
+        rest: Sequence[Piece] = ()
+        if self._splitter is not None:
+            rest = self._splitter.finish(is_cut=event.reason in _CUT)
+            if event.reason is FinishReason.STOP_TOKEN and self._splitter.has_calls:
+                event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
+        held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
+        return [*held, inference.StreamResponse(finished=finished_proto(event))]
+
+
+def _piece_proto(piece: Piece) -> inference.Delta:
+    match piece:
+        case TextPiece():
+            return inference.Delta(text=piece.text)
+        case ReasoningPiece():
+            return inference.Delta(reasoning=piece.text)
+        case MalformedPiece():
+            malformed = tool_pb2.MalformedToolCall(text=piece.text, problem=piece.problem)
+            return inference.Delta(text=piece.text, malformed_tool_call=malformed)
+        case CallPiece():
+            call = tool_pb2.ToolCallDelta(
+                index=piece.index,
+                id=piece.id,
+                name=piece.name,
+                arguments_json=piece.arguments_json,
+                withdrawn=piece.is_withdrawn,
+                repaired=piece.is_repaired,
+            )
+            return inference.Delta(tool_call=call)
+
+
+CALL_ID_LENGTH = 9
+"""Mistral's templates take ids of nine letters and digits and no others."""
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], str]:
+    """Return a function from a call's index to its id.
+
+    The same request gives the same ids, by Generate and by Stream; a later turn of the same conversation,
+    whose prompt is longer, gives others even under the same request id.
+    """
+    digest = hashlib.sha256(
+        request_id.encode("utf-8") + b"\0" + array.array("q", token_ids).tobytes()
+    ).digest()
+
+    def make(index: int) -> str:
+        number = int.from_bytes(hashlib.sha256(digest + index.to_bytes(8, "big")).digest(), "big")
+        letters = []
+        for _ in range(CALL_ID_LENGTH):
+            number, place = divmod(number, len(_ALPHABET))
+            letters.append(_ALPHABET[place])
+        return "".join(letters)
+
+    return make

@@ -6,24 +6,32 @@ descriptors. Pure functions.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from google.protobuf.message import Message
 from icehouse.v1 import inference_service_pb2, response_format_pb2
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.config import ServerConfig
+from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import SentImages
+from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
-from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.messages.response_format import check_choice_count
-from icehouse_server.rpc.messages.sampling import check_logit_bias_count
-from icehouse_server.rpc.messages.validation import check_stop_count, check_stop_token_count, refuse_value
+from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
+from icehouse_server.rpc.messages.options import check_choice_count, check_logit_bias_count
+from icehouse_server.rpc.messages.validation import (
+    check_stop_count,
+    check_stop_token_count,
+    refuse_value,
+    shown,
+)
 from icehouse_server.rpc.services.prompts import check_length
-from icehouse_server.rpc.worker.images import check_images, sent_images_of
 
 NO_EFFECT = frozenset(
     {
@@ -222,3 +230,171 @@ def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]
             },
         )
     return token_ids
+
+
+FIELD: Final = "mm_inputs"
+_PLACES: Final = f"{FIELD}.mm_placeholders"
+_PIXELS: Final = "pixel_values"
+_TENSOR_COUNT_LIMIT: Final = 8
+_DIMENSION_COUNT_LIMIT: Final = 8
+_DTYPES: Final = {
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "uint32": ("U32", 4),
+    "uint8": ("U8", 1),
+}
+"""As the protocol calls them -> as they are called here, and bytes of a number."""
+
+
+def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig) -> None:
+    """Refuse images by what the message shows at once, however long it is; raises InvalidRequest."""
+    inputs = request.mm_inputs
+    if not info.sees_images:
+        raise InvalidRequest(
+            Reason.IMAGES_UNSUPPORTED,
+            f"{FIELD} has images; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
+            field=FIELD,
+            metadata={"architecture": info.architecture},
+        )
+    if request.WhichOneof("input") != "tokenized":
+        raise _invalid(FIELD, "is set without `tokenized`, whose tokens its images stand among")
+    if inputs.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
+        raise _invalid(f"{FIELD}.modality", f"is {inputs.modality}; images are served, and nothing else")
+    if not inputs.HasField(_PIXELS):
+        raise _invalid(f"{FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
+    count, limit = len(inputs.mm_placeholders), config.max_images
+    if not 1 <= count <= limit:
+        raise _invalid(_PLACES, f"has {count} images; there must be 1 to {limit}")
+    if len(inputs.model_specific_tensors) > _TENSOR_COUNT_LIMIT:
+        raise _invalid(
+            f"{FIELD}.model_specific_tensors",
+            f"has {len(inputs.model_specific_tensors)} tensors; at most {_TENSOR_COUNT_LIMIT} may be",
+        )
+
+
+def sent_images_of(request: worker.GenerateRequest) -> SentImages:
+    """Return images that `check_images` let pass; raises InvalidRequest. Any thread.
+
+    It takes time in proportion to their bytes. Only what the message itself shows is checked; the rest is for
+    `vision/`. The gateway's hashes are not used: an image is known by what its tensors hold.
+    """
+    inputs = request.mm_inputs
+    if (key := inputs.encoder_input_key) not in ("", _PIXELS):
+        raise _invalid(f"{FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
+    places = _places_of(inputs, len(request.tokenized.input_ids))
+    tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{FIELD}.{_PIXELS}")]
+    for name, tensor in inputs.model_specific_tensors.items():
+        field = f"{FIELD}.model_specific_tensors[{shown(name)}]"
+        if name == _PIXELS:
+            raise _invalid(field, f"is there beside {FIELD}.{_PIXELS}")
+        tensors.append(_tensor_of(name, tensor, field))
+    return SentImages(
+        tuple(tensors),
+        places,
+        places_field=_PLACES,
+        token_id=inputs.im_token_id if inputs.HasField("im_token_id") else None,
+        token_field=f"{FIELD}.im_token_id",
+    )
+
+
+def _places_of(inputs: worker.MultimodalInputs, token_count: int) -> tuple[range, ...]:
+    places: list[range] = []
+    end = 0
+    for index, told in enumerate(inputs.mm_placeholders):
+        stop = told.offset + told.length
+        if not end <= told.offset < stop <= token_count:
+            raise _invalid(
+                f"{_PLACES}[{index}]",
+                f"has the offset {told.offset} and the length {told.length}; images lie one behind the other "
+                f"in the {token_count} tokens of the prompt, this one from {end} on",
+            )
+        places.append(range(told.offset, stop))
+        end = stop
+    return tuple(places)
+
+
+def _tensor_of(name: str, tensor: worker.TensorData, field: str) -> SentTensor:
+    if tensor.WhichOneof("payload") in ("shm", "remote"):
+        raise _invalid(field, "is not in the message; let the gateway send tensors `inline`")
+    if tensor.dtype not in _DTYPES:
+        raise _invalid(field, f"is of the type {shown(tensor.dtype)}; known are {', '.join(_DTYPES)}")
+    if not 1 <= len(tensor.shape) <= _DIMENSION_COUNT_LIMIT:
+        raise _invalid(
+            field, f"has {len(tensor.shape)} dimensions; there must be 1 to {_DIMENSION_COUNT_LIMIT}"
+        )
+    dtype, number_bytes = _DTYPES[tensor.dtype]
+    shape, data = tuple(tensor.shape), tensor.inline
+    if math.prod(shape) * number_bytes != len(data):
+        raise _invalid(
+            field,
+            f"has {len(data)} bytes; the shape {list(shape)} of {tensor.dtype} has "
+            f"{math.prod(shape) * number_bytes}",
+        )
+    return SentTensor(HostTensor(name, dtype, shape, memoryview(data)), field)
+
+
+def _invalid(field: str, complaint: str) -> InvalidRequest:
+    return InvalidRequest(
+        Reason.IMAGE_INVALID, f"{field} {complaint}", field=field, metadata={"field": field}
+    )
+
+
+SENT_AS = {
+    "completions": "sampling_params.n",
+    "inputs[0].tokens": "tokenized.input_ids",
+    "inputs[0].tokens.ids": "tokenized.input_ids",
+    "inputs[0]": "tokenized",
+    "logprobs.top_count": "sampling_params.logprobs",
+    "max_output_tokens": "sampling_params.max_tokens",
+    "prompt": "input",
+    "response_format": "sampling_params",
+    "response_format.choice.texts": "sampling_params.choice.choices",
+    "response_format.choice": "sampling_params.choice",
+    "response_format.json_object": "sampling_params.json_object",
+    "response_format.json_schema": "sampling_params.json_schema",
+    "response_format.lark": "sampling_params.grammar",
+    "response_format.regex": "sampling_params.regex",
+    "sampling": "sampling_params",
+    "sampling.ignore_end_tokens": "sampling_params.ignore_eos",
+    "sampling.min_output_tokens": "sampling_params.min_tokens",
+    "stop": "sampling_params.stop",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "tokens": "tokenized.input_ids",
+    "tokens.ids": "tokenized.input_ids",
+}
+"""Names of the API and what a gateway calls them; the rest of a longer name follows as it is."""
+
+
+def sent_name(field: str) -> str:
+    """Return what a field of the API's request is called by who sent this protocol's."""
+    for known in sorted(SENT_AS, key=len, reverse=True):
+        rest = field.removeprefix(known)
+        if rest != field and (not rest or rest[0] in ".["):
+            return SENT_AS[known] + rest
+    return field
+
+
+@contextlib.contextmanager
+def named_as_sent() -> Iterator[None]:
+    """Have a refusal out of the block name the field that the gateway set."""
+    try:
+        yield
+    except IcehouseError as error:
+        if error.field is None or (name := sent_name(error.field)) == error.field:
+            raise
+        raise type(error)(
+            error.reason,
+            _renamed(error.message, error.field, name),
+            field=name,
+            retry_after_s=error.retry_after_s,
+            metadata={**error.metadata, **({"field": name} if "field" in error.metadata else {})},
+        ) from error
+
+
+def _renamed(message: str, field: str, name: str) -> str:
+    # Some names are words as well, such as "tokens": only what stands for the field is changed.
+    if message.startswith(f"{field} "):
+        return name + message[len(field) :]
+    return message.replace(f"`{field}`", f"`{name}`")

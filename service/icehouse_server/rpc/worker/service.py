@@ -1,17 +1,18 @@
 """VllmEngine service: the worker protocol that gateways speak (SMG, llm-d), over the API's own services.
 
-It reads a request into the API's words and lets the API's services check and run it; what only this protocol
+It turns a request into the API's words and lets the API's services check and run it. What only this protocol
 has is written here. The protocol is https://github.com/smg-project/smg's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import grpc
@@ -23,33 +24,34 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import ListKnown
 from icehouse_server.domain.call import Operation
+from icehouse_server.domain.events import Event, Started
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
-from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.engine_client.ports import EnginePort
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
+from icehouse_server.rpc.messages.validation import refuse_value
 from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.services.embedding import EmbeddingService
+from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.inference import InferenceService
-from icehouse_server.rpc.services.parts import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.worker.fields import named_as_sent
 from icehouse_server.rpc.worker.info import (
     Queues,
+    WorkerParts,
     load_proto,
     model_info_proto,
     own_load_proto,
     server_info_proto,
 )
-from icehouse_server.rpc.worker.parts import WorkerParts
 from icehouse_server.rpc.worker.reply import WorkerReply
-from icehouse_server.rpc.worker.request import WorkerRequest, input_ids_of, worker_request_of
-from icehouse_server.rpc.worker.running import RunningRequest, RunningRequests
+from icehouse_server.rpc.worker.request import WorkerRequest, input_ids_of, named_as_sent, worker_request_of
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -331,3 +333,101 @@ def _named_tenant(context: Context) -> str:
         if key == TENANT_KEY and isinstance(value, str):
             return value
     return ""
+
+
+ABORT_LIMIT = 256
+"""Most names in one Abort; a gateway sends one for each client that left."""
+
+
+class WaitingTokens:
+    """Tokens of the prompts that have not started, kept as they come and go."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._of: collections.Counter[Tenant] = collections.Counter()
+
+    def count(self, tenant: Tenant | None) -> int:
+        """Return those of one tenant, or of all."""
+        return self._total if tenant is None else self._of[tenant]
+
+    def add(self, tenant: Tenant, token_count: int) -> None:
+        """Count so many more, or fewer."""
+        self._total += token_count
+        self._of[tenant] += token_count
+        if not self._of[tenant]:
+            del self._of[tenant]
+
+
+class RunningRequest:
+    """One call of Generate, from its first look at the message to its end."""
+
+    def __init__(self, caller: Caller, waiting: WaitingTokens) -> None:
+        self.caller = caller
+        self.is_aborted = False
+        self._opened: OpenRequest | None = None
+        self._waiting = waiting
+        self._is_waiting = False
+
+    def submit(self, opened: OpenRequest) -> None:
+        """Note what the engine is asked."""
+        self._opened = opened
+        self._is_waiting = True
+        self._waiting.add(opened.first.tenant, len(opened.first.prompt_token_ids))
+
+    def note(self, event: Event) -> None:
+        """Follow the request."""
+        if isinstance(event, Started):
+            self.wait_no_longer()
+
+    def wait_no_longer(self) -> None:
+        """Its prompt has started, or never will."""
+        if self._opened is not None and self._is_waiting:
+            self._is_waiting = False
+            first = self._opened.first
+            self._waiting.add(first.tenant, -len(first.prompt_token_ids))
+
+    def abort(self) -> None:
+        """End what the engine has not ended of it; it is not submitted any more if it was not yet."""
+        self.is_aborted = True
+        if self._opened is not None:
+            self._opened.submission.cancel()
+
+
+class RunningRequests:
+    """All of them."""
+
+    def __init__(self) -> None:
+        self._all: dict[RunningRequest, str] = {}
+        self.waiting_tokens = WaitingTokens()
+
+    @contextlib.contextmanager
+    def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
+        """Know a request by its name until the block ends; others, of any tenant, may have the same."""
+        request = RunningRequest(caller, self.waiting_tokens)
+        self._all[request] = name
+        try:
+            yield request
+        finally:
+            del self._all[request]
+            request.wait_no_longer()
+
+    def abort(self, names: Sequence[str], caller: Caller) -> None:
+        """End the caller's own requests of these names; others, and unknown ones, are passed over.
+
+        Each is cancelled once, however often it is named while its reader takes what is left. Raises
+        InvalidRequest for more than `ABORT_LIMIT` names.
+        """
+        if len(names) > ABORT_LIMIT:
+            refuse_value("request_ids", len(names), f"at most {ABORT_LIMIT} names", unit="names")
+        wanted = set(names) - {""}
+        for request, name in self._all.items():
+            if name in wanted and not request.is_aborted and _may_command(caller, request):
+                request.abort()
+
+    def count(self, caller: Caller) -> int:
+        """Return how many the caller may know of."""
+        return sum(_may_command(caller, request) for request in self._all)
+
+
+def _may_command(caller: Caller, request: RunningRequest) -> bool:
+    return caller.role is Role.OPERATOR or caller.tenant == request.caller.tenant

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.config import SecurityConfig
-from icehouse_server.rpc.access import certificates, credentials, tokens
+from icehouse_server.rpc.access import credentials, tokens
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tokens import line_of, new_token
@@ -136,7 +136,7 @@ async def test_a_path_that_hangs_holds_up_its_own_kind_only(
     listener = Listener()
     credentials._logger.addHandler(listener)
     monkeypatch.setattr(credentials, "_SLOW_S", 0.001)
-    for module in (certificates, tokens):
+    for module in (credentials, tokens):
         monkeypatch.setattr(module, "read_small_file", read)
     running = asyncio.create_task(security.run())
     try:

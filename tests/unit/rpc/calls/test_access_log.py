@@ -7,7 +7,7 @@ import logging
 import pytest
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.calls.access_log import REFUSAL_BURST_COUNT, REFUSALS_PER_S, AccessLog
+from icehouse_server.rpc.calls.watchers import REFUSAL_BURST_COUNT, REFUSALS_PER_S, AccessLog
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.telemetry.facts import call_record

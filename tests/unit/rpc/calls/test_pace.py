@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from icehouse_server.rpc.calls.pace import REFUSAL_BURST_COUNT, REFUSALS_PER_S, Pace
+from icehouse_server.rpc.calls.shares import REFUSAL_BURST_COUNT, REFUSALS_PER_S, Pace
 
 
 def delays(pace: Pace, origin: str, count: int, *, now: float = 100.0) -> list[float]:

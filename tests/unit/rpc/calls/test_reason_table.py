@@ -9,8 +9,7 @@ from collections import defaultdict
 import pytest
 from icehouse_server import errors
 from icehouse_server.errors import IcehouseError, Reason
-from icehouse_server.rpc.calls.reason_table import TABLE, markdown
-from icehouse_server.rpc.calls.status import code_of
+from icehouse_server.rpc.calls.status import TABLE, code_of, markdown
 
 from tests.tidy.tree import ROOT, SERVER, modules, nodes_of
 
@@ -39,7 +38,7 @@ def raised_classes() -> dict[Reason, set[str]]:
 
 def test_every_reason_is_in_the_table_and_has_words() -> None:
     assert set(TABLE) == set(Reason), (
-        "give it a row in service/icehouse_server/rpc/calls/reason_table.py, then make gen"
+        "give it a row in service/icehouse_server/rpc/calls/status.py, then make gen"
     )
     assert all(row.meaning.endswith(".") and row.advice.endswith(".") for row in TABLE.values())
     assert not any("|" in row.meaning + row.advice for row in TABLE.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1.slow_request_pb2 import SlowRequest
-from icehouse_server.rpc.calls.slow_requests import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
+from icehouse_server.rpc.calls.watchers import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
 from icehouse_server.rpc.messages.proto_map import to_proto
 
 from tests.fixtures.telemetry.facts import call_record

@@ -9,9 +9,8 @@ import pytest
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
-from icehouse_server.rpc.kv_events.channel import BATCH_TOKEN_COUNT, State, Subscription
 from icehouse_server.rpc.kv_events.events import BlocksCleared, BlockStored, KvBatch, KvBlock
-from icehouse_server.rpc.kv_events.feed import EventFeed
+from icehouse_server.rpc.kv_events.feed import BATCH_TOKEN_COUNT, EventFeed, State, Subscription
 from icehouse_server.rpc.kv_events.mirror import BlockMirror
 
 from tests.fixtures.engine import FakeClock

@@ -9,7 +9,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import speculation_pb2
 from icehouse_server.domain.request import Drafting, Speculation, SpeculationLimit
-from icehouse_server.rpc.messages.speculation import LIMITS
+from icehouse_server.rpc.messages.options import LIMITS
 
 from tests.fixtures.rpc.details import refused
 from tests.unit.rpc.conftest import RunningServer

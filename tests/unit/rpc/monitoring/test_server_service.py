@@ -16,7 +16,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
-from icehouse_server.rpc.monitoring.server_service import facts_of
+from icehouse_server.rpc.services.server_service import facts_of
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging, started

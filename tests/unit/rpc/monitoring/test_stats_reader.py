@@ -15,7 +15,7 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.calls.slow_requests import SlowRequests
+from icehouse_server.rpc.calls.watchers import SlowRequests
 from icehouse_server.rpc.engine_client.ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.monitoring.stats_reader import StatsReader

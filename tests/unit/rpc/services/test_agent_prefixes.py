@@ -15,7 +15,7 @@ from icehouse_server.config import ServerConfig, TenantConfig
 from icehouse_server.domain.cache_commands import Explanation
 from icehouse_server.domain.events import CacheReport, Divergence
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.rpc.calls.access_log import facts_of
+from icehouse_server.rpc.calls.watchers import facts_of
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, started

@@ -1,4 +1,4 @@
-"""ServerService: GetServer, ListRequests, CancelRequest."""
+"""ServerService and ModelService: the server, its requests, and the one model that it serves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
 
+from icehouse.v1 import model_service_pb2 as models
+from icehouse.v1 import model_service_pb2_grpc, server_service_pb2_grpc
 from icehouse.v1 import server_service_pb2 as messages
-from icehouse.v1 import server_service_pb2_grpc
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
@@ -16,8 +17,10 @@ from icehouse_server.rpc.calls.calls import Calls, Context
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, RequestPhase
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.messages.responses import model_proto
 from icehouse_server.rpc.messages.validation import (
     TOP_LOGPROB_COUNT_LIMIT,
+    check_model,
     page_size_of,
     refuse_value,
     request_name_of,
@@ -170,3 +173,29 @@ def _number_of(page_token: str) -> int:
     if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 20):
         refuse_value("page_token", page_token, "the `next_page_token` of the page before, or absent")
     return int(page_token)
+
+
+class ModelService(model_service_pb2_grpc.ModelServiceServicer):
+    """Shows what is served."""
+
+    def __init__(self, *, calls: Calls, router: Router) -> None:
+        self._calls = calls
+        self._router = router
+
+    async def ListModels(
+        self, request: models.ListModelsRequest, context: Context
+    ) -> models.ListModelsResponse:
+        """Answer with the one page there is."""
+        async with self._calls.call("ListModels", context):
+            page_size_of(request.page_size)
+            if request.page_token:
+                refuse_value("page_token", request.page_token, "absent: there is one page")
+            model = self._router.require_model()
+            return models.ListModelsResponse(models=[model_proto(model.info)])
+
+    async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
+        """Answer with the model's facts."""
+        async with self._calls.call("GetModel", context):
+            model = self._router.require_model()
+            check_model(request.model, model.info)
+            return models.GetModelResponse(model=model_proto(model.info))

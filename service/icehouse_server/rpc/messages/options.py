@@ -1,13 +1,25 @@
-"""`SamplingParams` of a request to domain data; every refusal names its field. Pure functions."""
+"""Options of a request: sampling, speculation and response format, as domain data. Pure functions.
+
+Every refusal names its field.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from icehouse.v1 import sampling_pb2
+from icehouse.v1 import response_format_pb2, sampling_pb2, speculation_pb2
 
 from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import Drafting, Speculation, SpeculationLimit
+from icehouse_server.domain.response_format import (
+    Choice,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
+    Regex,
+    ResponseFormat,
+)
 from icehouse_server.domain.sampling import DEFAULT_XTC_THRESHOLD, SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.engine_client.ports import TokenizerPort
@@ -178,3 +190,80 @@ def _banned_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tup
             refuse_value(field, len(sequence.ids), f"1 to {BAD_WORD_TOKEN_LIMIT} tokens long", unit="tokens")
         check_token_ids(sequence.ids, info, field=f"{field}.ids")
     return tuple(dict.fromkeys(tuple(sequence.ids) for sequence in sequences))
+
+
+DRAFT_TOKEN_LIMIT = 16
+DEFAULT_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_MODEL_TOKENS = 4
+NGRAM_TOKEN_LIMIT = 8
+DEFAULT_NGRAM_TOKENS = 3
+
+LIMITS = {
+    SpeculationLimit.NONE: speculation_pb2.SPECULATION_LIMIT_UNSPECIFIED,
+    SpeculationLimit.CACHE: speculation_pb2.SPECULATION_LIMIT_CACHE,
+    SpeculationLimit.SAMPLING: speculation_pb2.SPECULATION_LIMIT_SAMPLING,
+    SpeculationLimit.NO_DRAFT_MODEL: speculation_pb2.SPECULATION_LIMIT_NO_DRAFT_MODEL,
+    SpeculationLimit.ACCEPTANCE: speculation_pb2.SPECULATION_LIMIT_ACCEPTANCE,
+}
+
+
+def speculation_of(proto: speculation_pb2.Speculation) -> Speculation:
+    """Return how a request wants to speculate; raises InvalidRequest."""
+    if proto.WhichOneof("drafter") is None:
+        refuse_value("speculation", "empty", "one with a drafter; set `prompt_lookup` or `draft_model`")
+    draft_tokens, ngram_tokens = proto.max_draft_tokens, proto.prompt_lookup.max_ngram_tokens
+    if not 0 <= draft_tokens <= DRAFT_TOKEN_LIMIT:
+        refuse_value("speculation.max_draft_tokens", draft_tokens, f"1 to {DRAFT_TOKEN_LIMIT}, or absent")
+    if not 0 <= ngram_tokens <= NGRAM_TOKEN_LIMIT:
+        refuse_value(
+            "speculation.prompt_lookup.max_ngram_tokens", ngram_tokens, f"1 to {NGRAM_TOKEN_LIMIT}, or absent"
+        )
+    if proto.WhichOneof("drafter") == "draft_model":
+        return Speculation(draft_tokens or DEFAULT_DRAFT_MODEL_TOKENS, drafting=Drafting.DRAFT_MODEL)
+    return Speculation(
+        draft_token_limit=draft_tokens or DEFAULT_DRAFT_TOKENS,
+        ngram_token_limit=ngram_tokens or DEFAULT_NGRAM_TOKENS,
+    )
+
+
+CHOICE_TEXT_LIMIT = 4096
+"""Most texts of one choice."""
+
+_FIELD = "response_format"
+
+
+def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFormat:
+    """Return the form that is asked for; raises InvalidRequest when none or an impossible one is."""
+    kind = proto.WhichOneof("format")
+    if proto.compact and kind not in ("json_schema", "json_object"):
+        refuse_value(f"{_FIELD}.compact", True, "absent, except with json_schema or json_object")
+    if kind == "json_schema":
+        return JsonSchema(proto.json_schema, is_compact=proto.compact)
+    if kind == "json_object":
+        return JsonObject(is_compact=proto.compact)
+    if kind == "regex":
+        return Regex(proto.regex)
+    if kind == "lark":
+        return LarkGrammar(proto.lark)
+    if kind == "choice" and proto.choice.texts:
+        check_choice_count(len(proto.choice.texts), field=f"{_FIELD}.choice.texts")
+        # A form is remembered as it is, and texts that are repeated add nothing to it.
+        return Choice(tuple(dict.fromkeys(proto.choice.texts)))
+    if kind == "choice":
+        raise _missing(
+            f"{_FIELD}.choice.texts is empty; give at least one text", field=f"{_FIELD}.choice.texts"
+        )
+    raise _missing(
+        f"{_FIELD} is empty; set one of json_schema, json_object, regex, lark and choice, or leave it out",
+        field=_FIELD,
+    )
+
+
+def check_choice_count(count: int, *, field: str) -> None:
+    """Refuse more texts than one choice may have: each costs time and memory, the empty ones too."""
+    if count > CHOICE_TEXT_LIMIT:
+        refuse_value(field, count, f"at most {CHOICE_TEXT_LIMIT} texts", unit="texts")
+
+
+def _missing(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.RESPONSE_FORMAT_INVALID, message, field=field)
