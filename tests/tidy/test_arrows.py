@@ -57,7 +57,6 @@ ROOMS = (
     "rpc.calls",
     "rpc.messages",
     "rpc.image_sources",
-    "rpc.monitoring",
     "rpc.kv_events",
     "rpc.services",
     "rpc.worker",

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,6 +24,7 @@ from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, 
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.access.credentials import Authenticator
+from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.calls import Calls, Context, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
@@ -34,8 +34,8 @@ from icehouse_server.rpc.calls.methods import (
     Place,
     Pool,
     caller_shares,
+    shares_of,
 )
-from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.wire import Encoded, Limit, set_limit, set_received_bytes
 from icehouse_server.rpc.engine_client import answers
@@ -44,60 +44,33 @@ _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MessageLimits:
-    """What requests may take before anybody looks at them."""
-
-    timeout_s: float
-    size_bytes: int
-    memory_bytes: int
-    """All of them together, while they are read and while they are served."""
-    answer_memory_bytes: int
-    """What their answers may take until they are read."""
-
-    @classmethod
-    def of(cls, config: Config) -> MessageLimits:
-        """Return them by the settings."""
-        return cls(
-            timeout_s=config.connection.message_timeout_s,
-            size_bytes=config.server.max_message_bytes,
-            memory_bytes=config.server.request_memory_bytes,
-            answer_memory_bytes=config.server.answer_memory_bytes,
-        )
-
-
-class LongWork(Protocol):
-    """Whoever does what takes long off the event loop, one caller after the other."""
-
-    async def __call__(self, work: Callable[[], Any], *, size_bytes: int) -> Any:
-        """Return what `work` returns; `size_bytes` says how long it may take."""
-        ...
-
-
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Stands before all methods, ours and gRPC's own. Owned by the event loop."""
 
     def __init__(
         self,
+        config: Config,
         *,
         authenticator: Authenticator,
         calls: Calls,
-        health_is_open: bool,
-        shares: Mapping[Pool, Share],
-        limits: MessageLimits,
-        run_long: LongWork,
+        run_long: Callable[..., Awaitable[Any]],
     ) -> None:
+        """`run_long` does what takes long off the event loop: it takes the work and `size_bytes`."""
         self._authenticator = authenticator
         self._calls = calls
-        self._health_is_open = health_is_open
-        self._shares = shares
+        self._health_is_open = config.security.health_open
+        self._shares = shares_of(
+            concurrent_call_limit=config.server.max_concurrent_calls,
+            connection_limit=config.connection.connection_limit,
+        )
         self._caller_shares = caller_shares()
-        self._limits = limits
+        self._message_timeout_s = config.connection.message_timeout_s
+        self._message_byte_limit = config.server.max_message_bytes
         self._run_long = run_long
         # One caller may hold half of either memory.
-        self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
+        self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
         self._answer_memory = Share(
-            limit=limits.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
+            limit=config.server.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
         )
         self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
 
@@ -163,7 +136,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Return the call's request, or end the call with a status; what it takes up is held."""
         await self._refusing(method, context, lambda: held.enter_context(self._let_in(method, context)))
         row = METHODS[method]
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
             timeout_s = min(timeout_s, row.message_timeout_s)
         memory: Hold | None = None
@@ -171,7 +144,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
                     # How long a message is nobody knows before it is there.
-                    memory = await self._memory.take(callers.origin.get(), self._limits.size_bytes)
+                    memory = await self._memory.take(callers.origin.get(), self._message_byte_limit)
                     held.callback(memory.release)
                 data = await context.read()
         except TimeoutError:
@@ -209,10 +182,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _full(self) -> Overloaded:
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"the requests in flight fill the {self._limits.memory_bytes} bytes kept for them, or your share "
+            f"the requests in flight fill the {self._memory.capacity} bytes kept for them, or your share "
             "of that; try again later",
             retry_after_s=RETRY_S,
-            metadata={"request_memory_bytes": self._limits.memory_bytes},
+            metadata={"request_memory_bytes": self._memory.capacity},
         )
 
     async def _refusing(self, method: str, context: Context, step: Callable[[], Any]) -> Any:

@@ -29,8 +29,8 @@ REFRESH_INTERVAL_S = 0.5
 """How often the heartbeat is looked at. Changes of state do not wait for it."""
 
 
-class Health:
-    """Knows whether the server serves, and wakes those who watch that. Owned by the event loop."""
+class Health(health_pb2_grpc.HealthServicer):
+    """Knows whether the server serves, and answers the standard service. Owned by the event loop."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Health:
         self._shown = self.is_serving
         self._looks = asyncio.Event()
         self._changed = asyncio.Event()
-        self.servicer = HealthServicer(
-            self, names=frozenset(("", *service_names)), stall_timeout_s=stall_timeout_s
-        )
+        """Set once things stand otherwise than now; the next change has another one."""
+        self._names = frozenset(("", *service_names))
+        self._stall_timeout_s = stall_timeout_s
         router.add_listener(self._looks.set)
 
     @property
@@ -62,11 +62,6 @@ class Health:
             return False
         allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
         return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set once things stand otherwise than now; then there is another one for the next change."""
-        return self._changed
 
     def refresh(self) -> None:
         """Wake the watchers if things stand otherwise than when they were last woken."""
@@ -92,15 +87,6 @@ class Health:
         self._is_stopping = True
         self.refresh()
 
-
-class HealthServicer(health_pb2_grpc.HealthServicer):
-    """The standard service. A write that its reader does not take ends that call and nothing else."""
-
-    def __init__(self, health: Health, *, names: frozenset[str], stall_timeout_s: float) -> None:
-        self._health = health
-        self._names = names
-        self._stall_timeout_s = stall_timeout_s
-
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         """Answer with how things stand now."""
         if request.service not in self._names:
@@ -122,7 +108,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             async with timer.guard():
                 while True:
                     # Taken before the status is looked at, so that no change comes between them unseen.
-                    changed = self._health.changed
+                    changed = self._changed
                     status = self._status(request.service)
                     if status != told:
                         await timer.write(context, HealthCheckResponse(status=status))
@@ -134,4 +120,4 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def _status(self, name: str) -> Any:
         if name not in self._names:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        return HealthCheckResponse.SERVING if self._health.is_serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING

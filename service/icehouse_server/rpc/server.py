@@ -26,22 +26,21 @@ from icehouse_server.config import Config
 from icehouse_server.rpc.access.credentials import Security
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.address import Bound, bind, server_options
-from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
+from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.calls import Calls
-from icehouse_server.rpc.calls.methods import shares_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.message_interceptor import MessageInterceptor
-from icehouse_server.rpc.monitoring.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache import CacheService
 from icehouse_server.rpc.services.embedding import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank import RerankService
 from icehouse_server.rpc.services.server_service import ModelService, ServerService, facts_of
@@ -119,14 +118,9 @@ class RpcServer:
         )
         """The health service, after the engine's state and heartbeat."""
         auth_interceptor = AuthInterceptor(
+            config,
             authenticator=self.security.authenticator,
             calls=self._calls,
-            health_is_open=config.security.health_open,
-            shares=shares_of(
-                concurrent_call_limit=config.server.max_concurrent_calls,
-                connection_limit=config.connection.connection_limit,
-            ),
-            limits=MessageLimits.of(config),
             run_long=self._prompts.run,
         )
         message_interceptor = MessageInterceptor(worker.services if worker is not None else ())
@@ -243,7 +237,7 @@ class RpcServer:
             ServerService(self._facts, calls=self._calls, router=router, requests=requests, clock=clock),
             server,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
             # Of an optional extra: only who is a gateway's worker has it.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import ssl
@@ -234,14 +233,6 @@ class Authenticator:
         return Caller(Tenant(name), role)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pair:
-    """What was read, to see a change by."""
-
-    certificate: bytes
-    key: bytes
-
-
 class Certificates:
     """Certificate, key and client authorities from files.
 
@@ -252,7 +243,8 @@ class Certificates:
         self._certificate = certificate
         self._key = key
         self._client_ca = client_ca
-        self._pair: _Pair | None = None
+        self._pair: tuple[bytes, bytes] | None = None
+        """Key and certificate, in the order that gRPC takes them."""
         self._authorities: bytes | None = None
         self._lock = threading.Lock()
         """For `_configuration`, which is made of both."""
@@ -307,9 +299,7 @@ class Certificates:
 
     def _configure(self) -> None:
         if self._pair is not None:
-            self._configuration = grpc.ssl_server_certificate_configuration(
-                [(self._pair.key, self._pair.certificate)], self._authorities
-            )
+            self._configuration = grpc.ssl_server_certificate_configuration([self._pair], self._authorities)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return what to listen with. Keep this object for as long as the server listens."""
@@ -324,8 +314,8 @@ class Certificates:
         assert self._configuration is not None, "the certificate was not read before it was to be used"
         return self._configuration
 
-    def _read_pair(self) -> _Pair:
-        return _Pair(self._read(self._certificate), self._read(self._key))
+    def _read_pair(self) -> tuple[bytes, bytes]:
+        return self._read(self._key), self._read(self._certificate)
 
     @staticmethod
     def _read(path: Path) -> bytes:

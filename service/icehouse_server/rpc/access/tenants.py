@@ -112,6 +112,10 @@ class Tenants:
     def __iter__(self) -> Iterator[Account]:
         return iter(tuple(self._accounts.values()))
 
+    def uses(self) -> tuple[TenantUse, ...]:
+        """Return what each tenant runs and has used."""
+        return tuple(dataclasses.replace(account.use) for account in self)
+
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return what one tenant runs and has used; nothing where it has no account."""
         account = self._accounts.get(tenant)

@@ -19,21 +19,23 @@ from icehouse_server.domain.ids import CALLER_NAME_PATTERN
 from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
+from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.calls.methods import METHODS
-from icehouse_server.rpc.calls.shares import (
-    LONGEST_S,
-    LONGEST_UNPROVED_S,
-    REFUSAL_BURST_COUNT,
-    REFUSALS_PER_S,
-    REFUSED_BYTES_PER_TURN,
-    Pace,
-)
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+REFUSALS_PER_S = 20.0
+REFUSAL_BURST_COUNT = 64
+_REFUSED_BYTES_PER_TURN = 256 << 10
+"""A refused request of so many bytes counts as one more refusal."""
+_LONGEST_S = 1.0
+"""A balancer wants to hear soon that another server is to be tried."""
+_LONGEST_UNPROVED_S = 5.0
+"""Nobody who may call waits for that."""
 
 _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
@@ -179,7 +181,7 @@ class Calls:
 
     async def _keep_pace(self, error: IcehouseError) -> None:
         """Keep a refusal back where its caller has had many: it may come again at once."""
-        turn_count = received_bytes() // REFUSED_BYTES_PER_TURN
+        turn_count = received_bytes() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
         if self._closed or not turn_count:
@@ -187,7 +189,7 @@ class Calls:
         delay_s = self._pace.delay_s(
             callers.origin.get(),
             now=asyncio.get_running_loop().time(),
-            longest_s=LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else LONGEST_S,
+            longest_s=_LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else _LONGEST_S,
             turn_count=turn_count,
         )
         if delay_s:

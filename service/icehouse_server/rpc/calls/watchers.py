@@ -16,6 +16,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, SpanNames
 from icehouse_server.domain.stats import KvEventStats, SlowRequest
 from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.calls.wire import WireWatcher
 
 
@@ -90,39 +91,23 @@ class AccessLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._refusals: dict[str, _Allowance] = {}
+        self._refusals = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+        self._left_out: collections.Counter[str] = collections.Counter()
         """By tenant that has proved who it is, so there are not many."""
 
     def write(self, record: CallRecord, *, trace_id: str) -> None:
         """Write one call's line; `trace_id` is empty where nothing traces."""
         left_out_count = 0
         if record.reason and record.started is None:
-            allowance = self._refusals.setdefault(callers.current.get().tenant or "", _Allowance())
-            if not allowance.take(self._clock.monotonic()):
+            tenant = callers.current.get().tenant or ""
+            if not self._refusals.take(tenant, now=self._clock.monotonic()):
+                self._left_out[tenant] += 1
                 return
-            left_out_count, allowance.left_out_count = allowance.left_out_count, 0
+            left_out_count = self._left_out.pop(tenant, 0)
         facts = facts_of(record, trace_id=trace_id)
         if left_out_count:
             facts["left_out"] = left_out_count
         _logger.info("call_ended", extra=facts)
-
-
-class _Allowance:
-    """So many lines at once, then so many a second."""
-
-    def __init__(self) -> None:
-        self.left_out_count = 0
-        self._due_time = float("-inf")
-
-    def take(self, now: float) -> bool:
-        """Say whether a line may be written now; one that may not is counted."""
-        due_time = max(self._due_time, now - REFUSAL_BURST_COUNT / REFUSALS_PER_S) + 1 / REFUSALS_PER_S
-        # What a clock's float loses in so many steps is no line.
-        if due_time > now + 1e-6:
-            self.left_out_count += 1
-            return False
-        self._due_time = due_time
-        return True
 
 
 def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from icehouse_server.errors import CannotFit, Overloaded, Reason
+from icehouse_server.rpc.access.shares import Share
 
 FREE_BYTES: Final = 4 << 10
 """So little counts as nothing: there is no more of it than there are calls."""
@@ -35,22 +36,10 @@ class Writable(Protocol):
     async def write(self, message: Any) -> None: ...
 
 
-class AnswerMemory(Protocol):
-    """Bytes that callers have between them."""
-
-    limit: int
-
-    def take(self, origin: str, amount: int) -> None:
-        """Raises Overloaded where the caller may have no more now."""
-        ...
-
-    def give_back(self, origin: str, amount: int) -> None: ...
-
-
 class Answers:
     """One call's part of the memory for answers, from the call's beginning until `close`."""
 
-    def __init__(self, memory: AnswerMemory, *, origin: str) -> None:
+    def __init__(self, memory: Share, *, origin: str) -> None:
         self._memory = memory
         self._origin = origin
         self._kept_bytes = 0

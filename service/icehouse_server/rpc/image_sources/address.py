@@ -74,7 +74,10 @@ class SourceRules:
     @classmethod
     def of(cls, config: ServerConfig) -> SourceRules:
         """Return the rules of the settings; raises ConfigError."""
-        return cls(folders_of(config), frozenset(hosts_of(config)))
+        return cls(
+            _listed("image_folders", config.image_folders, read_image_folders),
+            frozenset(_listed("image_hosts", config.image_hosts, read_image_hosts)),
+        )
 
     def address_of(self, uri: str, *, field: str) -> FileAddress | WebAddress:
         """Return what a URI names; raises InvalidRequest when that may not be read."""
@@ -186,16 +189,6 @@ class ImageHost:
     """In lower case; an address as `ipaddress` writes it."""
     port: int | None = None
     """None for the port of the scheme: 443 and 80."""
-
-
-def hosts_of(config: ServerConfig) -> tuple[ImageHost, ...]:
-    """Return the hosts that may be asked for images; raises ConfigError."""
-    return _listed("image_hosts", config.image_hosts, read_image_hosts)
-
-
-def folders_of(config: ServerConfig) -> tuple[str, ...]:
-    """Return the folders that images may be read in; raises ConfigError."""
-    return _listed("image_folders", config.image_folders, read_image_folders)
 
 
 def read_image_hosts(text: str | None) -> tuple[ImageHost, ...]:

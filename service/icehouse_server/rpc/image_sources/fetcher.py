@@ -21,7 +21,7 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
 from icehouse_server.errors import InvalidRequest, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, on_loop
 from icehouse_server.rpc.image_sources.address import (
     FileAddress,
     SourceRules,

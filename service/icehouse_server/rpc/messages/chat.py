@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import re
 import urllib.parse
@@ -28,6 +27,7 @@ from icehouse_server.domain.chat import (
 )
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.proto_map import enum_of
 from icehouse_server.rpc.messages.validation import check_token_ids, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -40,19 +40,6 @@ TOOL_BYTES_LIMIT = 1 << 20
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 _SHOWING_ROLES = ("user", "tool")
-_MODES = {
-    tool_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
-    tool_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
-    tool_pb2.TOOL_CHOICE_MODE_NONE: ToolMode.NONE,
-    tool_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolMode.REQUIRED,
-    tool_pb2.TOOL_CHOICE_MODE_NAMED: ToolMode.NAMED,
-}
-_DETAILS = {
-    prompt_pb2.IMAGE_DETAIL_UNSPECIFIED: ImageDetail.AUTO,
-    prompt_pb2.IMAGE_DETAIL_AUTO: ImageDetail.AUTO,
-    prompt_pb2.IMAGE_DETAIL_LOW: ImageDetail.LOW,
-    prompt_pb2.IMAGE_DETAIL_HIGH: ImageDetail.HIGH,
-}
 
 
 def conversation_of(
@@ -148,7 +135,7 @@ def _schema_of(proto: tool_pb2.Tool, field: str) -> Mapping[str, Any]:
 def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
     if proto is None:
         return ToolChoice()
-    mode = _MODES.get(proto.mode)
+    mode = enum_of(proto.mode, tool_pb2.ToolChoiceMode, ToolMode, unset=ToolMode.AUTO)
     if mode is None:
         raise _bad_choice(
             f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
@@ -186,7 +173,7 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
         raise _bad_chat(
             f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
         )
-    said = _content_of(message, field, info)
+    content, images = _content_of(message, field, info)
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
             raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
@@ -200,8 +187,8 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
     return ChatMessage(
         role=role,
-        content=said.text,
-        images=said.images,
+        content=content,
+        images=images,
         name=message.name if message.HasField("name") else None,
         reasoning=message.reasoning,
         tool_calls=tuple(
@@ -212,15 +199,12 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Content:
-    text: str
-    images: tuple[PlacedImage, ...] = ()
-
-
-def _content_of(message: prompt_pb2.ChatMessage, field: str, info: ModelInfo) -> _Content:
+def _content_of(
+    message: prompt_pb2.ChatMessage, field: str, info: ModelInfo
+) -> tuple[str, tuple[PlacedImage, ...]]:
+    """Return a message's text, and its images at their places in it."""
     if not message.parts:
-        return _Content(message.content)
+        return message.content, ()
     if message.content:
         raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
     _check_count(len(message.parts), PART_COUNT_LIMIT, what="parts", field=f"{field}.parts")
@@ -234,7 +218,7 @@ def _content_of(message: prompt_pb2.ChatMessage, field: str, info: ModelInfo) ->
             images.append(PlacedImage(len(text), _image_of(part.image, message.role, info, f"{place}.image")))
         else:
             raise _bad_chat(f"{place} has neither text nor an image", field=place)
-    return _Content(text, tuple(images))
+    return text, tuple(images)
 
 
 def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: str) -> ImageSource:
@@ -247,7 +231,7 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
         )
     if role not in _SHOWING_ROLES:
         raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" and "tool"', field=field)
-    detail = _DETAILS.get(image.detail)
+    detail = enum_of(image.detail, prompt_pb2.ImageDetail, ImageDetail, unset=ImageDetail.AUTO)
     if detail is None:
         raise _bad_image(
             f"{field}.detail is {int(image.detail)}; it is no ImageDetail of this API",

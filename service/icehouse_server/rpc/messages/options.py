@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from icehouse.v1 import response_format_pb2, sampling_pb2, speculation_pb2
 
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import Drafting, Speculation, SpeculationLimit
+from icehouse_server.domain.request import Drafting, Speculation
 from icehouse_server.domain.response_format import (
     Choice,
     JsonObject,
@@ -197,14 +197,6 @@ DEFAULT_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_MODEL_TOKENS = 4
 NGRAM_TOKEN_LIMIT = 8
 DEFAULT_NGRAM_TOKENS = 3
-
-LIMITS = {
-    SpeculationLimit.NONE: speculation_pb2.SPECULATION_LIMIT_UNSPECIFIED,
-    SpeculationLimit.CACHE: speculation_pb2.SPECULATION_LIMIT_CACHE,
-    SpeculationLimit.SAMPLING: speculation_pb2.SPECULATION_LIMIT_SAMPLING,
-    SpeculationLimit.NO_DRAFT_MODEL: speculation_pb2.SPECULATION_LIMIT_NO_DRAFT_MODEL,
-    SpeculationLimit.ACCEPTANCE: speculation_pb2.SPECULATION_LIMIT_ACCEPTANCE,
-}
 
 
 def speculation_of(proto: speculation_pb2.Speculation) -> Speculation:

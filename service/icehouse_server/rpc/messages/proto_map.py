@@ -22,6 +22,7 @@ from icehouse_server.domain.cache_stats import CacheStats, LookupStats
 
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
+E = TypeVar("E", bound=enum.Enum)
 
 RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
@@ -74,8 +75,8 @@ def fill(message: M, value: Any) -> M:
             target.SetInParent()
             fill(target, item)
         elif isinstance(item, enum.Enum):
-            values, prefix = _values(field)
-            setattr(message, proto_name, values.values_by_name[prefix + item.name].number)
+            values = field.enum_type
+            setattr(message, proto_name, values.values_by_name[_prefix(values) + item.name].number)
         elif field.message_type is not None:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
             getattr(message, proto_name).CopyFrom(make(item))
@@ -113,8 +114,8 @@ def _read(message: Message, name: str, hint: Any) -> Any:
     if isinstance(item, Message):
         return from_proto(item, hint)
     if field.enum_type is not None:
-        values, prefix = _values(field)
-        return hint[values.values_by_number[item].name.removeprefix(prefix)]
+        name = field.enum_type.values_by_number[item].name
+        return hint[name.removeprefix(_prefix(field.enum_type))]
     return item
 
 
@@ -126,7 +127,22 @@ def _known(items: Iterable[Message], kind: type[D]) -> Iterator[D]:
             continue
 
 
-def _values(field: Any) -> tuple[EnumDescriptor, str]:
-    """Return the enum of a field, and what the names of its values begin with."""
-    values: EnumDescriptor = field.enum_type
-    return values, values.values_by_number[0].name.removesuffix("UNSPECIFIED")
+def enum_proto(member: enum.Enum, kind: Any) -> Any:
+    """Return the value of a message's enum that is named like the member."""
+    return kind.Value(_prefix(kind.DESCRIPTOR) + member.name)
+
+
+def enum_of(value: int, kind: Any, members: type[E], *, unset: E) -> E | None:
+    """Return the member that a message's enum names, `unset` where it is unspecified.
+
+    None is a value that only a newer API has.
+    """
+    found = kind.DESCRIPTOR.values_by_number.get(value)
+    if found is None:
+        return None
+    return members[found.name.removeprefix(_prefix(kind.DESCRIPTOR))] if value else unset
+
+
+def _prefix(values: EnumDescriptor) -> str:
+    """Return what the names of an enum's values begin with."""
+    return values.values_by_number[0].name.removesuffix("UNSPECIFIED")

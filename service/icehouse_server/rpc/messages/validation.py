@@ -19,6 +19,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.messages.proto_map import enum_of
 
 TENANT_BYTE_LIMIT = 128
 PRIORITY_LIMIT = 100
@@ -31,14 +32,6 @@ PAGE_SIZE_LIMIT = 1000
 
 _SHOWN_LENGTH_LIMIT = 80
 _LISTED_LIMIT = 16
-
-_CACHE_USES = {
-    cache_policy_pb2.CACHE_USE_UNSPECIFIED: CacheUse.READ_WRITE,
-    cache_policy_pb2.CACHE_USE_READ_WRITE: CacheUse.READ_WRITE,
-    cache_policy_pb2.CACHE_USE_READ_ONLY: CacheUse.READ_ONLY,
-    cache_policy_pb2.CACHE_USE_WRITE_ONLY: CacheUse.WRITE_ONLY,
-    cache_policy_pb2.CACHE_USE_OFF: CacheUse.OFF,
-}
 
 
 def shown(value: object) -> str:
@@ -170,7 +163,7 @@ def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> Logprob
 
 def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:
     """Return what may be done with the cache; enum values from a newer API are refused."""
-    use = _CACHE_USES.get(proto.use)
+    use = enum_of(proto.use, cache_policy_pb2.CacheUse, CacheUse, unset=CacheUse.READ_WRITE)
     if use is None:
         refuse_value(field, int(proto.use), "a CacheUse of this API version")
     return use

@@ -29,18 +29,19 @@ from icehouse_server.rpc.calls.calls import Call, Context
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.ports import EnginePort
-from icehouse_server.rpc.messages.responses import cache_report_proto, usage_proto
-from icehouse_server.rpc.messages.stats import (
+from icehouse_server.rpc.messages.proto_map import to_proto
+from icehouse_server.rpc.messages.responses import (
+    cache_report_proto,
     evict_progress,
-    evict_response,
     explain_response,
+    usage_proto,
     verify_progress,
     verify_response,
 )
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
-from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.generation import ServiceParts
-from icehouse_server.rpc.services.prompts import Unread, prompt_of, unchecked
+from icehouse_server.rpc.services.observation import StatsReader
+from icehouse_server.rpc.services.prompts import prompt_of, unchecked
 
 
 class _Scoped(Protocol):
@@ -114,7 +115,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         kind = request.WhichOneof("prompt")
         normalizes = self._generation.normalizes(whole.tenant)
         prompt = unchecked(request, lambda: prompt_of(request, kind, model.info, normalizes=normalizes))
-        prepared = await self._generation.prepare(Unread(model, whole, prompt), call=call)
+        prepared = await self._generation.prepare(whole, prompt, model, call)
         replies = prepared.new_replies()
         async with self._generation.run(prepared.requests, call=call, on_stall=on_stall) as events:
             async for index, event in events:
@@ -136,18 +137,12 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
         async with self._calls.call("Pin", context) as call:
-            report = await self._change_pins(Pin, request, call)
-            return messages.PinResponse(
-                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
-            )
+            return to_proto(await self._change_pins(Pin, request, call), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
         async with self._calls.call("Unpin", context) as call:
-            report = await self._change_pins(Unpin, request, call)
-            return messages.UnpinResponse(
-                block_count=report.block_count, token_count=report.token_count, size_bytes=report.size_bytes
-            )
+            return to_proto(await self._change_pins(Unpin, request, call), messages.UnpinResponse)
 
     async def _change_pins(
         self,
@@ -165,7 +160,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call("Evict", context) as call:
             async for now in self._commands.evict(await self._target_of(request, call)):
                 removed = now.report
-            return evict_response(removed)
+            return to_proto(removed, messages.EvictResponse)
 
     async def EvictWithProgress(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context
@@ -176,7 +171,10 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             async for now in self._commands.evict(await self._target_of(request, call)):
                 removed = now.report
                 await timer.write(context, messages.EvictWithProgressResponse(progress=evict_progress(now)))
-            await timer.write(context, messages.EvictWithProgressResponse(finished=evict_response(removed)))
+            await timer.write(
+                context,
+                messages.EvictWithProgressResponse(finished=to_proto(removed, messages.EvictResponse)),
+            )
 
     async def _target_of(self, request: messages.EvictRequest, call: Call) -> ListKnown:
         """Return what tells the blocks that are to be removed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2
@@ -15,7 +15,6 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, Tenant
-from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
@@ -46,24 +45,11 @@ from icehouse_server.rpc.services.prompts import (
     PromptReader,
     ReadPrompt,
     UncheckedPrompt,
-    Unread,
     prompt_of,
     unchecked,
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServiceParts:
-    """Shared by the services. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
-
-    config: ServerConfig
-    calls: Calls
-    router: Router
-    prompts: PromptReader
-    generation: Generation
-    draw_seed: Callable[[], int]
 
 
 class Generation:
@@ -98,9 +84,31 @@ class Generation:
         model: ServedModel,
         call: Call,
     ) -> GenerationRequest:
-        """Return the engine's request as far as all messages are alike; raises what refuses it."""
-        grants = self._tenants.limits.shared_prefix_grants
-        return request_of(message, policy=policy, info=model.info, call=call, shared_prefix_grants=grants)
+        """Return a request without a prompt, which asks for no output; the call learns its names.
+
+        It is what all messages that run have in common. Raises what refuses it; nothing needs the tokenizer.
+        """
+        check_model(message.model, model.info)
+        check_adapter(message.adapter, model.info)
+        call.model_id = model.info.model_id
+        call.request_id = request_name_of(message.request_id, generated=call.request_id)
+        cache_use = cache_use_of(policy)
+        tenant = call.tenant = tenant_of(policy, call.caller)
+        return GenerationRequest(
+            request_id=request_id_of(call.request_id, tenant),
+            prompt_token_ids=(),
+            max_output_tokens=0,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=call.arrival_time,
+            deadline_time=call.deadline_time,
+            cache_use=cache_use,
+            tenant=tenant,
+            adapter=AdapterName(message.adapter),
+            shared_tenant=self.shared_tenant_of(policy, call),
+            priority=priority_of(message.priority),
+            session_id=call.session_id,
+        )
 
     def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: Call) -> Tenant | None:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
@@ -110,32 +118,58 @@ class Generation:
         """Whether this tenant's conversations are normalised before they are rendered."""
         return self._tenants.limits.normalizes(tenant)
 
-    async def prepare(self, unread: Unread, *, call: Call) -> Prepared:
-        """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it."""
-        model, request = unread.model, unread.request
-        prompt = await self._read(unread.prompt, model, call)
+    async def prepare(
+        self,
+        request: GenerationRequest,
+        unread: UncheckedPrompt,
+        model: ServedModel,
+        call: Call,
+        *,
+        bad_words: Sequence[str] = (),
+        form: ResponseFormat | None = None,
+        max_reasoning_tokens: int | None = None,
+        completion_count: int = 1,
+    ) -> Prepared:
+        """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it.
+
+        `request` is without its prompt, banned words and grammar.
+        """
+        prompt = await self._read(unread, model, call)
         sampling = request.sampling
-        if unread.bad_words:
+        if bad_words:
             size = model.info.vocabulary_size
-            spelled = functools.partial(spellings, unread.bad_words, model.tokenizer, vocabulary_size=size)
+            spelled = functools.partial(spellings, bad_words, model.tokenizer, vocabulary_size=size)
             banned = await self._prompts.run(spelled)
             sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
         if prompt.stop_token_ids:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
-        reasoning = _reasoning_of(unread, prompt)
-        form = await self._grammar(unread.form, prompt.chat)
+        reasoning = _reasoning_of(prompt, model, limit=max_reasoning_tokens)
+        grammar = await self._grammar(form, prompt.chat)
+        if reasoning is not None and (
+            max_reasoning_tokens is not None or (form is not None and reasoning.is_open)
+        ):
+            grammar = ReasoningBudget(
+                reasoning=reasoning,
+                token_limit=max_reasoning_tokens,
+                form=grammar,
+                scope=FormScope.WHOLE if form is None else FormScope.ANSWER,
+                decode=model.tokenizer.decode_with_markers,
+                prompt_token_ids=prompt.token_ids,
+                end_token_ids=model.info.eos_token_ids,
+                vocabulary_size=model.info.vocabulary_size,
+            )
         request = dataclasses.replace(
             request,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling,
-            grammar=_budgeted(form, reasoning, unread=unread, prompt=prompt),
+            grammar=grammar,
             reasoning=reasoning,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, call.arrival_wall_time, unread.completion_count, notes)
+        return Prepared(model, request, prompt.chat, call.arrival_wall_time, completion_count, notes)
 
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None
@@ -223,15 +257,25 @@ class Generation:
             yield _events(outboxes, stays, opened, call)
 
 
-def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """Shared by the services. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
+
+    config: ServerConfig
+    calls: Calls
+    router: Router
+    prompts: PromptReader
+    generation: Generation
+    draw_seed: Callable[[], int]
+
+
+def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:
     """Return how the reply thinks, if it does; raises InvalidRequest where it shall stop and cannot."""
-    limit = unread.max_reasoning_tokens
     if prompt.chat is None:
         if limit is not None:
             refuse_value("max_reasoning_tokens", limit, "absent without `chat`")
         return None
     chat = prompt.chat
-    model = unread.model
     reasoning = model.tokenizer.reply_reasoning(chat.conversation, chat.rendered)
     reasoning = None if reasoning is None else reasoning.within(model.info.vocabulary_size)
     if limit is not None and (reasoning is None or not reasoning.end_token_ids):
@@ -242,26 +286,6 @@ def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
             metadata={"max_reasoning_tokens": limit},
         )
     return reasoning
-
-
-def _budgeted(
-    form: Grammar | None, reasoning: ReplyReasoning | None, *, unread: Unread, prompt: ReadPrompt
-) -> Grammar | None:
-    """Return what the output must be, its reasoning included; None for anything."""
-    limit, model = unread.max_reasoning_tokens, unread.model
-    is_answer = unread.form is not None
-    if reasoning is None or (limit is None and not (is_answer and reasoning.is_open)):
-        return form
-    return ReasoningBudget(
-        reasoning=reasoning,
-        token_limit=limit,
-        form=form,
-        scope=FormScope.ANSWER if is_answer else FormScope.WHOLE,
-        decode=model.tokenizer.decode_with_markers,
-        prompt_token_ids=prompt.token_ids,
-        end_token_ids=model.info.eos_token_ids,
-        vocabulary_size=model.info.vocabulary_size,
-    )
 
 
 def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:
@@ -309,38 +333,3 @@ class RunMessage(Protocol):
     def adapter(self) -> str: ...
     @property
     def priority(self) -> int: ...
-
-
-def request_of(
-    message: RunMessage,
-    *,
-    policy: cache_policy_pb2.CachePolicy,
-    info: ModelInfo,
-    call: Call,
-    shared_prefix_grants: Mapping[str, frozenset[str] | None],
-) -> GenerationRequest:
-    """Return a request without a prompt, which asks for no output; the call learns its names.
-
-    Raises what refuses it; nothing here needs the tokenizer.
-    """
-    check_model(message.model, info)
-    check_adapter(message.adapter, info)
-    call.model_id = info.model_id
-    call.request_id = request_name_of(message.request_id, generated=call.request_id)
-    cache_use = cache_use_of(policy)
-    tenant = call.tenant = tenant_of(policy, call.caller)
-    return GenerationRequest(
-        request_id=request_id_of(call.request_id, tenant),
-        prompt_token_ids=(),
-        max_output_tokens=0,
-        sampling=SamplingParams(),
-        stop=(),
-        arrival_time=call.arrival_time,
-        deadline_time=call.deadline_time,
-        cache_use=cache_use,
-        tenant=tenant,
-        adapter=AdapterName(message.adapter),
-        shared_tenant=shared_tenant_of(policy, call.caller, shared_prefix_grants),
-        priority=priority_of(message.priority),
-        session_id=call.session_id,
-    )

@@ -14,7 +14,7 @@ import threading
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, Share, on_loop
 from icehouse_server.rpc.engine_client.ports import GrammarPort
 
 THREAD_COUNT = 2

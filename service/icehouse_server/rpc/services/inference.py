@@ -32,13 +32,12 @@ from icehouse_server.rpc.messages.validation import (
     stop_of,
     stop_token_ids_of,
 )
-from icehouse_server.rpc.monitoring.stats_reader import StatsReader
 from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     Prompt,
     TextPrompt,
-    Unread,
     infill_of,
     pieces,
     prompt_of,
@@ -187,9 +186,8 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             return prompt_of(request, kind, model.info, choice, normalizes=normalizes)
 
         prompt = unchecked(request, check)
-        unread = Unread(
-            model=model,
-            request=dataclasses.replace(
+        return await self._generation.prepare(
+            dataclasses.replace(
                 whole,
                 max_output_tokens=max_output_tokens,
                 sampling=sampling,
@@ -197,6 +195,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 logprobs=logprobs_of(request.logprobs, model.info) if wants_logprobs else None,
                 speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
             ),
+            prompt if read_images is None else with_sent_images(prompt, read_images),
+            model,
+            call,
             bad_words=bad_words_of(request.sampling.bad_words),
             form=response_format_of(request.response_format) if request.HasField("response_format") else None,
             max_reasoning_tokens=(
@@ -205,9 +206,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 else None
             ),
             completion_count=completions_of(request.completions, self._config),
-            prompt=prompt if read_images is None else with_sent_images(prompt, read_images),
         )
-        return await self._generation.prepare(unread, call=call)
 
 
 def _operation_of(request: messages.GenerateRequest) -> Operation:

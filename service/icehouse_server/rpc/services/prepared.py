@@ -31,15 +31,15 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.responses import (
     NO_NOTES,
-    ReplyFacts,
     ReportNotes,
     Spell,
+    cache_report_proto,
     delta_proto,
     finished_proto,
     progress_proto,
-    started_proto,
 )
 from icehouse_server.text.replies.reader import ReplySplitter
 
@@ -89,19 +89,20 @@ class Prepared:
 
     def _new_reply(self, request: GenerationRequest) -> Reply:
         info = self.model.info
-        facts = ReplyFacts(
+        started = inference.Started(
             request_id=request.name,
-            model_id=info.model_id,
+            model=info.model_id,
             seed=request.sampling.seed,
-            create_time=self.create_time,
+            create_time=timestamp_proto(self.create_time),
             system_fingerprint=info.system_fingerprint(request.adapter),
-            max_output_token_count=min(
+            # The least of what was asked for, what the server allows and what the context leaves.
+            max_output_tokens=min(
                 request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
             ),
-            unenforced=() if request.grammar is None else request.grammar.unenforced,
+            unenforced_keywords=() if request.grammar is None else request.grammar.unenforced,
         )
         return Reply(
-            facts=facts,
+            started=started,
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
             notes=self.notes,
@@ -168,21 +169,27 @@ class Reply:
     def __init__(
         self,
         *,
-        facts: ReplyFacts,
+        started: inference.Started,
         splitter: ReplySplitter | None,
         piece: Spell,
         notes: ReportNotes = NO_NOTES,
     ) -> None:
         self._notes = notes
         self._piece = piece
-        self._facts = facts
+        self._started = started
+        """What is known of the reply before it begins."""
         self._splitter = splitter
 
     def responses(self, event: Event) -> list[inference.StreamResponse]:
         """Return what is sent for an event of the engine."""
         match event:
             case Started():
-                started = started_proto(event, self._facts, self._notes)
+                started = inference.Started(
+                    prompt_tokens=event.prompt_token_count,
+                    cache=cache_report_proto(event.cache, self._notes),
+                    queue_duration=duration_proto(event.queue_s),
+                )
+                started.MergeFrom(self._started)
                 return [inference.StreamResponse(started=started)]
             case PrefillProgress():
                 return [inference.StreamResponse(prefill_progress=progress_proto(event, piece=self._piece))]

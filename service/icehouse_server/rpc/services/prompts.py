@@ -19,11 +19,10 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentImages, keys_of
-from icehouse_server.domain.response_format import ResponseFormat
+from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, Share, on_loop
 from icehouse_server.rpc.engine_client.ports import OpenImages, ServedModel
 from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
 from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
@@ -124,20 +123,6 @@ class ReadPrompt:
     def keys(self) -> TokenKeys:
         """The tokens as the prefix cache knows them."""
         return keys_of(self.token_ids, self.images)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unread:
-    """A call's request, checked as far as that needs no tokenizer; the rest of it is in `request`."""
-
-    model: ServedModel
-    request: GenerationRequest
-    """Without its prompt, banned words and grammar."""
-    prompt: UncheckedPrompt
-    bad_words: tuple[str, ...] = ()
-    form: ResponseFormat | None = None
-    max_reasoning_tokens: int | None = None
-    completion_count: int = 1
 
 
 class _Message(Protocol):

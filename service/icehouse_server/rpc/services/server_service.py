@@ -14,9 +14,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.rpc.calls.calls import Calls, Context
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, RequestPhase
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import model_proto
 from icehouse_server.rpc.messages.validation import (
     TOP_LOGPROB_COUNT_LIMIT,
@@ -32,11 +32,6 @@ _STATES = {
     EngineState.DRAINING: messages.SERVER_STATE_DRAINING,
     EngineState.STOPPED: messages.SERVER_STATE_FAILED,
     EngineState.FAILED: messages.SERVER_STATE_FAILED,
-}
-_PHASES = {
-    RequestPhase.WAITING: messages.REQUEST_PHASE_WAITING,
-    RequestPhase.PREFILLING: messages.REQUEST_PHASE_PREFILLING,
-    RequestPhase.DECODING: messages.REQUEST_PHASE_DECODING,
 }
 
 
@@ -101,7 +96,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
             tenant=first.tenant,
             session_id=first.session_id,
             adapter=first.adapter,
-            phase=_PHASES[request.phase],
+            phase=enum_proto(request.phase, messages.RequestPhase),
             age=duration_proto(self._clock.monotonic() - first.arrival_time),
             part_count=request.part_count,
             prompt_tokens=request.prompt_token_count,

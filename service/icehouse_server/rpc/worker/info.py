@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from google.protobuf.descriptor import ServiceDescriptor
-from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.stats import Snapshot, TenantUse
-from icehouse_server.rpc.access.caller import Caller
-from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.access.tenants import QueueCounts
+from icehouse_server.rpc.worker.kv_events import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 
@@ -35,29 +34,12 @@ class ServedFolder:
     """Any thread; may take a second."""
 
 
-class KvEventSource(Protocol):
-    """What the block store tells of itself, as this protocol has it. Event loop."""
-
-    def subscribe(
-        self,
-        request: common_pb2.SubscribeKvEventsRequest,
-        caller: Caller,
-        load: Callable[[], vllm_engine_pb2.SchedulerLoad],
-    ) -> AsyncGenerator[Encoded, None]:
-        """Return the batches until the engine is READY no longer; closing them ends the subscription.
-
-        They tell of the caller's tenant alone, unless it is an operator, and beside it of the `load`. Raises
-        an IcehouseError at once when the number to go on from is no longer known.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerParts:
     """Made by the composition root where the protocol is switched on."""
 
     folder: ServedFolder
-    kv_events: KvEventSource | None = None
+    kv_events: KvEventStreams | None = None
     """None where none are told: gateways then keep an approximate tree of their own."""
 
     @property
@@ -70,16 +52,6 @@ SERVER_TYPE = "vllm-grpc"
 """What a gateway takes a worker of this protocol for; it knows no other name for it."""
 CONSTRAINT_START = "first_token"
 """Where a constraint begins on a prompt that lets the model think first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Queues:
-    """Requests now, as the edge counts them."""
-
-    running_count: int
-    waiting_count: int
-    waiting_token_count: int
-    """Prompt tokens of those that wait."""
 
 
 def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelInfoResponse:
@@ -143,7 +115,9 @@ def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count:
     )
 
 
-def load_proto(snapshot: Snapshot, folder: ServedFolder, queues: Queues) -> worker.SchedulerLoad:
+def load_proto(
+    snapshot: Snapshot, folder: ServedFolder, queues: QueueCounts, *, waiting_token_count: int
+) -> worker.SchedulerLoad:
     """Return how busy the server is: what the edge counts is of now, the rest of the last sample."""
     engine = snapshot.engine
     hit_ratio = 0.0
@@ -154,7 +128,7 @@ def load_proto(snapshot: Snapshot, folder: ServedFolder, queues: Queues) -> work
         num_waiting_reqs=queues.waiting_count,
         num_total_reqs=queues.running_count + queues.waiting_count,
         # What of them is cached is known when they start; likely as much as of the others.
-        num_waiting_uncached_tokens=round(queues.waiting_token_count * (1 - hit_ratio)),
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
         max_running_requests=folder.running_limit,
         gen_throughput=snapshot.rates.output_tokens_per_s,
         cache_hit_rate=hit_ratio,

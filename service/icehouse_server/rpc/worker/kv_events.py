@@ -23,8 +23,8 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.shares import Pace
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.feed import Subscription

@@ -37,13 +37,12 @@ from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.messages.validation import refuse_value
-from icehouse_server.rpc.monitoring.observation import Observation
 from icehouse_server.rpc.services.embedding import EmbeddingService
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.worker.info import (
-    Queues,
     WorkerParts,
     load_proto,
     model_info_proto,
@@ -245,16 +244,17 @@ class VllmEngineService:
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
         """Return how busy one tenant keeps the server, or all do; asked for often, so nothing is counted."""
-        stats, waiting_token_count = self._observation.stats, self._running.waiting_tokens.count(scope)
+        tenants = self._observation.stats.tenants
+        waiting_token_count = self._running.waiting_tokens.count(scope)
         if scope is not None:
-            use = stats.tenant_use(scope)
+            use = tenants.use_of(scope)
             return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
-        queues = Queues(
-            running_count=stats.counts.running_count,
-            waiting_count=stats.counts.waiting_count,
+        return load_proto(
+            self._observation.poller.latest,
+            self._worker.folder,
+            tenants.counts,
             waiting_token_count=waiting_token_count,
         )
-        return load_proto(self._observation.poller.latest, self._worker.folder, queues)
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""

@@ -16,7 +16,7 @@ from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
 from icehouse_server.errors import CannotFit, Overloaded, Reason
-from icehouse_server.rpc.calls.shares import Share
+from icehouse_server.rpc.access.shares import Share
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers

@@ -1,26 +1,31 @@
-"""Observation: who watches the calls of one server, its sampled counters, load report and status page."""
+"""Observation: who watches the calls of one server, its counters, load report and status page."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Sequence
 
-from icehouse.v1 import load_report_pb2
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, load_report_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, ListRecent, RecentBlock, RecentBlocks
 from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, ServerStatus, Snapshot
+from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, ServerStats, ServerStatus, Snapshot
 from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry, Watchers
-from icehouse_server.rpc.calls.wire import WireInterceptor
+from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.monitoring.stats_reader import StatsReader
+from icehouse_server.rpc.messages.proto_map import to_proto
+from icehouse_server.rpc.messages.responses import tenant_stats_protos
 
 _UNUSED_INTERVAL_S = 1.0
 """For a sampler that nobody starts."""
@@ -121,7 +126,7 @@ class StatsPoller:
             model=self._router.model.info if self._router.model is not None else None,
             engine=engine,
             cache=cache,
-            tenants=self._stats.tenant_uses(),
+            tenants=self._stats.tenants.uses(),
             kv_events=self._kv_events(),
             rates=_rates(last, engine, now) if answer is not None else last.rates,
         )
@@ -142,6 +147,7 @@ BLOCK_LIMIT = 1024
 """Blocks that are asked for: a millisecond of the engine's (2-core x86)."""
 
 _PATIENCE_S = 1.0
+"""How long an answer of the engine is waited for: one that is lost keeps nobody waiting for ever."""
 
 
 class StatusReader:
@@ -231,3 +237,106 @@ def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
         named_metrics=named,
         application_utilization=(running_count + engine.waiting_count) / max(1, engine.decoding_limit),
     )
+
+
+Counters = tuple[EngineStats, CacheStats | None]
+
+_RATE_PER_S = 20.0
+_BURST_COUNT = 64
+
+
+class StatsReader:
+    """Asks the engine between two of its steps. Owned by the event loop."""
+
+    def __init__(
+        self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
+    ) -> None:
+        self._slow = slow
+        self._engine = engine
+        self._router = router
+        self.tenants = tenants
+        self._clock = clock
+        self._asking: asyncio.Future[Counters] | None = None
+        self._next: asyncio.Future[Counters] | None = None
+        self._pace = Pace(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
+        self._latest: Counters | None = None
+        self._told: dict[Tenant | None, _Told] = {}
+        """What the latest counters are to each tenant that asked, None for who hears of all."""
+
+    async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+        """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
+
+        What the whole server does tells one tenant of the others, so it is for operators.
+        """
+        return (await self._read(caller)).stats
+
+    async def watched(self, caller: Caller) -> Encoded:
+        """Return them as WatchStats tells them, in one message for all who are told the same; raises as
+        `read` does."""
+        return (await self._read(caller)).watched
+
+    async def _read(self, caller: Caller) -> _Told:
+        counters = await self.ask()
+        if counters is not self._latest:
+            self._latest, self._told = counters, {}
+        told = self._told.get(caller.scope)
+        if told is None:
+            told = self._told[caller.scope] = _Told(self._response(counters, caller))
+        return told
+
+    def _response(self, counters: Counters, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+        engine, cache = counters
+        is_operator = caller.role is Role.OPERATOR
+        stats = ServerStats(
+            collect_time=self._clock.wall(),
+            engine=engine if is_operator else None,
+            cache=cache if is_operator else None,
+            slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
+        )
+        response = to_proto(stats, inference_service_pb2.CacheStatsResponse)
+        accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
+        response.tenants.extend(tenant_stats_protos(self.tenants, accounts, cache))
+        return response
+
+    async def ask(self) -> Counters:
+        """Return the counters as the engine tells them from now on; raises as `read` does.
+
+        All who come while the engine is being asked get its next answer together, and it is asked so often
+        only: counting takes longer the more blocks there are, on the threads that everybody waits for.
+        """
+        self._router.require_model()
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._ask_after(self._asking))
+            self._next.add_done_callback(_noted)
+        return await asyncio.shield(self._next)
+
+    async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
+        if before is not None:
+            await asyncio.wait((before,), timeout=_PATIENCE_S)
+        # A few times at once, then only so often in a second.
+        now = asyncio.get_running_loop().time()
+        if delay_s := self._pace.delay_s("", now=now, longest_s=math.inf):
+            await asyncio.sleep(delay_s)
+        self._asking, self._next = self._next, None
+        return await self._router.ask(self._send)
+
+    def _send(self, reply: Callable[[Counters], None]) -> None:
+        self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+
+
+class _Told:
+    """What all who may hear the same are told of the same counters."""
+
+    def __init__(self, stats: inference_service_pb2.CacheStatsResponse) -> None:
+        self.stats = stats
+
+    @functools.cached_property
+    def watched(self) -> Encoded:
+        """A WatchStatsResponse."""
+        return Encoded(cache_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
+
+
+def _noted(asked: asyncio.Future[Counters]) -> None:
+    """Look at how it ended, even if everybody who asked has left."""
+    if not asked.cancelled():
+        asked.exception()

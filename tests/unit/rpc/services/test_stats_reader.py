@@ -18,7 +18,7 @@ from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.watchers import SlowRequests
 from icehouse_server.rpc.engine_client.ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.monitoring.stats_reader import StatsReader
+from icehouse_server.rpc.services.observation import StatsReader
 
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.unit.rpc.conftest import FakeClock

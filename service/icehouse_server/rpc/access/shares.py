@@ -200,14 +200,6 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> No
             raise
 
 
-REFUSALS_PER_S = 20.0
-REFUSAL_BURST_COUNT = 64
-REFUSED_BYTES_PER_TURN = 256 << 10
-"""A refused request of so many bytes counts as one more refusal."""
-LONGEST_S = 1.0
-"""A balancer wants to hear soon that another server is to be tried."""
-LONGEST_UNPROVED_S = 5.0
-"""Nobody who may call waits for that."""
 _KEPT_COUNT = 1024
 """Callers that are remembered; those whose turn has passed are let go first."""
 
@@ -227,13 +219,25 @@ class Pace:
 
     def delay_s(self, origin: str, *, now: float, longest_s: float, turn_count: float = 1) -> float:
         """Return how long the end of a caller's next turns is away, and count them."""
-        earliest = now - self._burst_count * self._interval_s
-        due_time = max(self._due_times.get(origin, earliest), earliest) + turn_count * self._interval_s
+        due_time = self._due_time(origin, now=now, turn_count=turn_count)
         # Nobody falls behind by more than it may be kept waiting.
         self._due_times[origin] = due_time = min(due_time, now + longest_s)
         if len(self._due_times) > _KEPT_COUNT:
             self._forget(now)
         return max(0.0, due_time - now)
+
+    def take(self, origin: str, *, now: float) -> bool:
+        """Count a caller's next turn if it is due; say whether it was."""
+        due_time = self._due_time(origin, now=now, turn_count=1)
+        # What a clock's float loses in so many steps is no turn.
+        if due_time > now + 1e-6:
+            return False
+        self._due_times[origin] = due_time
+        return True
+
+    def _due_time(self, origin: str, *, now: float, turn_count: float) -> float:
+        earliest = now - self._burst_count * self._interval_s
+        return max(self._due_times.get(origin, earliest), earliest) + turn_count * self._interval_s
 
     def _forget(self, now: float) -> None:
         waiting = [(origin, due) for origin, due in self._due_times.items() if due > now]

@@ -8,7 +8,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.model import EngineState
-from icehouse_server.rpc.monitoring.observation import BLOCK_LIMIT
+from icehouse_server.rpc.services.observation import BLOCK_LIMIT
 
 from tests.unit.rpc.conftest import RunningServer, running
 
