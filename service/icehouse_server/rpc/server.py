@@ -43,7 +43,7 @@ from icehouse_server.rpc.services.inference import InferenceService
 from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank import RerankService
-from icehouse_server.rpc.services.server_service import ModelService, ServerService, facts_of
+from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
 
 if TYPE_CHECKING:
     from icehouse_server.rpc.worker.info import WorkerParts
@@ -92,7 +92,7 @@ class RpcServer:
         worker: WorkerParts | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
-        self._facts = facts_of(config)
+        self._about = server_proto(config)
         self._config = config.server
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
@@ -234,7 +234,7 @@ class RpcServer:
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
         requests = parts.generation.open_requests
         server_service_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerService(self._facts, calls=self._calls, router=router, requests=requests, clock=clock),
+            ServerService(self._about, calls=self._calls, router=router, requests=requests, clock=clock),
             server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)

@@ -7,11 +7,11 @@ cancelled, or out of time, ends the rest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from icehouse_server.domain.cache_commands import (
-    CacheAnswer,
     CacheCommand,
     EvictBlocks,
     EvictReport,
@@ -65,11 +65,7 @@ class CacheCommands:
     async def ask(self, command: CacheCommand, answer_type: type[Answer]) -> Answer:
         """Return the answer to a command; raises the `IcehouseError` that is one, or that ends the engine."""
         self._router.require_model()
-
-        def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-            self._engine.submit_command(command, reply)
-
-        answer = await self._router.ask(send)
+        answer = await self._router.ask(functools.partial(self._engine.submit_command, command))
         if isinstance(answer, IcehouseError):
             raise answer
         assert isinstance(answer, answer_type), f"{command} was answered by {answer}"

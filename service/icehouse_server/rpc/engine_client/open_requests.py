@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from icehouse_server.domain.events import Delta, Event, Started
 from icehouse_server.domain.ids import RequestId
@@ -25,16 +25,30 @@ class RequestPhase(enum.IntEnum):
 
 
 class OpenRequest:
-    """One call's requests, which the engine has taken together."""
+    """One call's requests, which the engine has taken together, each with the outbox that its events go to.
 
-    def __init__(self, number: int, method: str, submission: Submission) -> None:
-        requests = submission.requests
+    Once the engine has ended a request, its id is free, a little before its call closes or, where the reader
+    stalls, long before. By then another tenant's request may have the same id, so the router is asked.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        method: str,
+        outboxes: Mapping[RequestId, Outbox],
+        requests: Sequence[GenerationRequest],
+        *,
+        engine: EnginePort,
+        router: Router,
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._outboxes = outboxes
         self.number = number
         """Higher for one that came later."""
         self.method = method
         self.first = requests[0]
         """The one that has the call's name."""
-        self.submission = submission
         self.part_count = len(requests)
         prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
         self._is_one_prompt = len(prompts) == 1
@@ -57,28 +71,61 @@ class OpenRequest:
             self.phase = RequestPhase.DECODING
             self.output_token_count += len(event.token_ids)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is one that the engine has not ended."""
+        return any(self._router.routes(*each) for each in self._outboxes.items())
+
+    def cancel(self) -> None:
+        """End those that the engine has not ended, within a step."""
+        for request_id, outbox in self._outboxes.items():
+            if self._router.routes(request_id, outbox):
+                self._engine.cancel(request_id)
+
 
 class OpenRequests:
-    """All of them, the oldest first."""
+    """All of them. A caller may know of its own, an operator of everybody's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, engine: EnginePort, router: Router) -> None:
+        self._engine = engine
+        self._router = router
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
         """By number: a name is free again when the engine has ended it, a little before its call closes."""
 
     @contextlib.contextmanager
-    def opened(self, method: str, submission: Submission) -> Iterator[OpenRequest]:
-        """Know a call's requests until the block ends."""
+    def opened(
+        self, method: str, requests: Sequence[GenerationRequest], outboxes: Sequence[Outbox]
+    ) -> Iterator[OpenRequest]:
+        """Have the engine work on a call's requests until the block ends; raises what refuses them."""
+        known = {request.request_id: outbox for request, outbox in zip(requests, outboxes, strict=True)}
+        self._submit(known, requests)
         self._number += 1
-        request = self._open[self._number] = OpenRequest(self._number, method, submission)
+        opened = OpenRequest(self._number, method, known, requests, engine=self._engine, router=self._router)
+        self._open[opened.number] = opened
         try:
-            yield request
+            yield opened
         finally:
-            del self._open[request.number]
+            del self._open[opened.number]
+            for request_id, outbox in known.items():
+                if self._router.release(request_id, outbox):
+                    self._engine.cancel(request_id)
+
+    def _submit(self, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]) -> None:
+        opened: list[RequestId] = []
+        try:
+            for request_id, outbox in outboxes.items():
+                self._router.open(request_id, outbox)
+                opened.append(request_id)
+            self._engine.submit(requests[0], tuple(requests[1:]))
+        except BaseException:
+            for request_id in opened:
+                self._router.forget(request_id)
+            raise
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
         """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
-        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.submission.is_running)
+        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.is_running)
 
     def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
         """End a request; raises NotFound for what is not there and, without a difference, for another's, and
@@ -103,65 +150,9 @@ class OpenRequests:
             )
         request = named[-1]
         request.is_cancelled = True
-        request.submission.cancel()
+        request.cancel()
         return request
 
 
 def _is_visible(request: OpenRequest, caller: Caller) -> bool:
     return caller.role is Role.OPERATOR or request.first.tenant == caller.tenant
-
-
-class Submission:
-    """One call's requests that the engine takes together, each with the outbox that its events go to.
-
-    Once the engine has ended a request, its id is free, a little before its call closes or, where the reader
-    stalls, long before. By then another tenant's request may have the same id, so it is checked.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[GenerationRequest],
-        outboxes: Sequence[Outbox],
-        *,
-        engine: EnginePort,
-        router: Router,
-    ) -> None:
-        self.requests = tuple(requests)
-        self._outboxes = tuple(outboxes)
-        self._engine = engine
-        self._router = router
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Have the engine work on the requests until the block ends."""
-        opened: list[RequestId] = []
-        try:
-            for request, outbox in zip(self.requests, self._outboxes, strict=True):
-                self._router.open(request.request_id, outbox)
-                opened.append(request.request_id)
-            self._engine.submit(self.requests[0], self.requests[1:])
-        except BaseException:
-            for request_id in opened:
-                self._router.forget(request_id)
-            raise
-        try:
-            yield
-        finally:
-            for request_id, outbox in zip(opened, self._outboxes, strict=True):
-                if self._router.release(request_id, outbox):
-                    self._engine.cancel(request_id)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is one that the engine has not ended."""
-        return any(True for _ in self._running_ids())
-
-    def cancel(self) -> None:
-        """End those that the engine has not ended, within a step."""
-        for request_id in self._running_ids():
-            self._engine.cancel(request_id)
-
-    def _running_ids(self) -> Iterator[RequestId]:
-        for request, outbox in zip(self.requests, self._outboxes, strict=True):
-            if self._router.routes(request.request_id, outbox):
-                yield request.request_id

@@ -7,7 +7,7 @@ nobody has subscribed it does not look, and the log is off.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import KvEventsConfig
@@ -98,11 +98,8 @@ class KvEventSource:
                 return
 
     async def _ask(self, question: Question) -> CacheAnswer | IcehouseError:
-        def send(reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-            self._engine.submit_command(question, reply)
-
         try:
-            return await self._router.ask(send)
+            return await self._router.ask(functools.partial(self._engine.submit_command, question))
         except IcehouseError as error:
             return error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
@@ -41,7 +42,7 @@ from icehouse_server.rpc.messages.responses import (
 from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.observation import StatsReader
-from icehouse_server.rpc.services.prompts import prompt_of, unchecked
+from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
 
 class _Scoped(Protocol):
@@ -114,7 +115,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
         kind = request.WhichOneof("prompt")
         normalizes = self._generation.normalizes(whole.tenant)
-        prompt = unchecked(request, lambda: prompt_of(request, kind, model.info, normalizes=normalizes))
+        check = functools.partial(prompt_of, request, kind, model.info, normalizes=normalizes)
+        prompt = UncheckedPrompt(check, request.ByteSize())
         prepared = await self._generation.prepare(whole, prompt, model, call)
         replies = prepared.new_replies()
         async with self._generation.run(prepared.requests, call=call, on_stall=on_stall) as events:

@@ -19,7 +19,7 @@ from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.messages.validation import refuse_value
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import input_of, names_item, unchecked
+from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
 
 _POOLINGS = {
     messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
@@ -106,6 +106,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
                 check = functools.partial(input_of, message, message.WhichOneof("input"), model.info)
-                inputs.append((await self._prompts.read(unchecked(message, check), model)).token_ids)
+                prompt = UncheckedPrompt(check, message.ByteSize())
+                inputs.append((await self._prompts.read(prompt, model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))
         return inputs

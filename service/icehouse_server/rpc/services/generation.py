@@ -22,7 +22,7 @@ from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.calls import Call, Calls
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, Submission
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
@@ -46,7 +46,6 @@ from icehouse_server.rpc.services.prompts import (
     ReadPrompt,
     UncheckedPrompt,
     prompt_of,
-    unchecked,
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
@@ -66,7 +65,7 @@ class Generation:
         tenants: Tenants,
         clock: Clock,
     ) -> None:
-        self.open_requests = OpenRequests()
+        self.open_requests = OpenRequests(engine=engine, router=router)
         """What runs and waits, for all of the services."""
         self._clock = clock
         self._config = config
@@ -199,9 +198,9 @@ class Generation:
         check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
         normalizes = self.normalizes(tenant)
-        prompt = unchecked(message, lambda: prompt_of(message, kind, model.info, normalizes=normalizes))
+        check = functools.partial(prompt_of, message, kind, model.info, normalizes=normalizes)
         self.charge(0, call=call)
-        read = await self._read(prompt, model, call)
+        read = await self._read(UncheckedPrompt(check, message.ByteSize()), model, call)
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
@@ -246,12 +245,10 @@ class Generation:
             byte_limit=self._config.outbox_byte_limit,
             on_stall=stalled,
         )
-        submission = Submission(requests, outboxes.all, engine=self._engine, router=self._router)
         self._router.require_model()
         with (
             self._tenants.staying(requests) as stays,
-            submission.running(),
-            self.open_requests.opened(call.method, submission) as opened,
+            self.open_requests.opened(call.method, requests, outboxes.all) as opened,
         ):
             on_open(opened)
             yield _events(outboxes, stays, opened, call)

@@ -38,12 +38,12 @@ from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     Prompt,
     TextPrompt,
+    UncheckedPrompt,
     infill_of,
     pieces,
     prompt_of,
     text_of,
     text_prompt_of,
-    unchecked,
     with_sent_images,
 )
 
@@ -185,7 +185,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 return infill_of(request.infill)
             return prompt_of(request, kind, model.info, choice, normalizes=normalizes)
 
-        prompt = unchecked(request, check)
+        prompt = UncheckedPrompt(check, request.ByteSize())
         return await self._generation.prepare(
             dataclasses.replace(
                 whole,

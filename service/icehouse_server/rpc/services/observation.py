@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, load_report_pb2
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.cache_commands import CacheAnswer, ListRecent, RecentBlock, RecentBlocks
+from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
@@ -39,6 +39,9 @@ class Observation:
     ) -> None:
         self._has_samples = telemetry.sample_interval_s is not None
         self._task: asyncio.Task[None] | None = None
+        self._reported: Snapshot | None = None
+        self._load_report = b""
+        """Of the snapshot that was reported last: it is encoded once, whatever the number of calls."""
         slow = SlowRequests(clock)
         self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=slow, clock=clock)
         self.poller = StatsPoller(
@@ -53,9 +56,7 @@ class Observation:
         self.watchers = Watchers(
             calls=(slow, *telemetry.calls),
             tracer=telemetry.tracer,
-            load_trailer=LoadReport(lambda: self.poller.latest).trailer
-            if telemetry.has_load_report
-            else None,
+            load_trailer=self._load_trailer if telemetry.has_load_report else None,
             access_log=AccessLog(clock) if telemetry.has_access_log else None,
         )
         self.interceptor = WireInterceptor(telemetry.wire, clock)
@@ -70,6 +71,16 @@ class Observation:
         if self._task is not None:
             await background.end(self._task)
             self._task = None
+
+    def _load_trailer(self) -> tuple[str, bytes] | None:
+        """Return the load report as a trailer; None before the engine has told its first counters."""
+        snapshot = self.poller.latest
+        if snapshot.engine is None:
+            return None
+        if snapshot is not self._reported:
+            self._reported = snapshot
+            self._load_report = report_of(snapshot).SerializeToString(deterministic=True)
+        return TRAILER_KEY, self._load_report
 
 
 class StatsPoller:
@@ -185,35 +196,13 @@ class StatusReader:
         try:
             self._router.require_model()
             async with asyncio.timeout(_PATIENCE_S):
-                answer = await self._router.ask(functools.partial(self._send, command))
+                answer = await self._router.ask(functools.partial(self._engine.submit_command, command))
         except (TimeoutError, IcehouseError):
             return None
         return answer.blocks if isinstance(answer, RecentBlocks) else None
 
-    def _send(self, command: ListRecent, reply: Callable[[CacheAnswer | IcehouseError], None]) -> None:
-        self._engine.submit_command(command, reply)
-
 
 TRAILER_KEY = "endpoint-load-metrics-bin"
-
-
-class LoadReport:
-    """Serializes each snapshot once, whatever the number of calls that carry it. Event loop."""
-
-    def __init__(self, latest: Callable[[], Snapshot]) -> None:
-        self._latest = latest
-        self._reported: Snapshot | None = None
-        self._data = b""
-
-    def trailer(self) -> tuple[str, bytes] | None:
-        """Return the trailer; None before the engine has told its first counters."""
-        snapshot = self._latest()
-        if snapshot.engine is None:
-            return None
-        if snapshot is not self._reported:
-            self._reported = snapshot
-            self._data = report_of(snapshot).SerializeToString(deterministic=True)
-        return TRAILER_KEY, self._data
 
 
 def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:

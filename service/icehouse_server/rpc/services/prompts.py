@@ -125,13 +125,10 @@ class ReadPrompt:
         return keys_of(self.token_ids, self.images)
 
 
-class _Message(Protocol):
-    def ByteSize(self) -> int: ...
-
-
-class TextMessage(_Message, Protocol):
+class TextMessage(Protocol):
     """A request message with a prompt in plain text or as a conversation."""
 
+    def ByteSize(self) -> int: ...
     @property
     def text(self) -> str: ...
     @property
@@ -200,11 +197,6 @@ def prompt_of(
     if isinstance(prompt, Text) and not prompt.text:
         raise _empty("text")
     return prompt
-
-
-def unchecked(message: _Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
-    """Return the prompt of a message that `check` makes of it."""
-    return UncheckedPrompt(check, message.ByteSize())
 
 
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 from collections.abc import Iterator
 
@@ -39,27 +38,23 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     """Shows the server and what it works on. Owned by the event loop."""
 
     def __init__(
-        self, facts: ServerFacts, *, calls: Calls, router: Router, requests: OpenRequests, clock: Clock
+        self, server: messages.Server, *, calls: Calls, router: Router, requests: OpenRequests, clock: Clock
     ) -> None:
         self._calls = calls
         self._router = router
         self._requests = requests
         self._clock = clock
         self._start_time = clock.monotonic()
-        self._facts = facts
+        self._server = server
 
     async def GetServer(
         self, request: messages.GetServerRequest, context: Context
     ) -> messages.GetServerResponse:
         """Answer with what the server is."""
         async with self._calls.call("GetServer", context):
-            server = messages.Server(
-                version=self._facts.version,
-                state=_STATES[self._router.state],
-                uptime=duration_proto(self._clock.monotonic() - self._start_time),
-                features=self._facts.features,
-                limits=self._facts.limits,
-            )
+            uptime = duration_proto(self._clock.monotonic() - self._start_time)
+            server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
+            server.MergeFrom(self._server)
             return messages.GetServerResponse(server=server)
 
     async def ListRequests(
@@ -106,21 +101,12 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What does not change while the server lives."""
-
-    version: str
-    features: tuple[messages.ServerFeature.ValueType, ...]
-    limits: messages.ServerLimits
-
-
-def facts_of(config: Config) -> ServerFacts:
-    """Return what the configuration says of a server."""
+def server_proto(config: Config) -> messages.Server:
+    """Return what the configuration says of a server, which does not change while it lives."""
     server = config.server
-    return ServerFacts(
+    return messages.Server(
         version=server_version(),
-        features=tuple(_features_of(config)),
+        features=_features_of(config),
         limits=messages.ServerLimits(
             max_message_bytes=server.max_message_bytes,
             max_output_tokens=server.max_output_tokens_limit,

@@ -390,7 +390,7 @@ class RunningRequest:
         """End what the engine has not ended of it; it is not submitted any more if it was not yet."""
         self.is_aborted = True
         if self._opened is not None:
-            self._opened.submission.cancel()
+            self._opened.cancel()
 
 
 class RunningRequests:

@@ -16,7 +16,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
-from icehouse_server.rpc.services.server_service import facts_of
+from icehouse_server.rpc.services.server_service import server_proto
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging, started
@@ -66,7 +66,7 @@ async def test_a_server_says_what_it_is_while_it_loads_too() -> None:
     ],
 )
 def test_features_are_those_of_the_configuration(config: Config, features: list[str]) -> None:
-    names = [server_service_pb2.ServerFeature.Name(feature) for feature in facts_of(config).features]
+    names = [server_service_pb2.ServerFeature.Name(feature) for feature in server_proto(config).features]
     assert names == [f"SERVER_FEATURE_{name}" for name in features]
 
 

@@ -11,7 +11,6 @@ from icehouse_server.domain.ids import DEFAULT_TENANT as TENANT
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.engine_client.open_requests import OpenRequests
 from icehouse_server.rpc.worker.service import ABORT_LIMIT, RunningRequest, RunningRequests
 
 from tests.fixtures.engine import request as generation_request
@@ -27,14 +26,12 @@ class Running:
     def __init__(self, engine: Submissions) -> None:
         self.engine = engine
         self.requests = RunningRequests()
-        self._open_requests = OpenRequests()
         self._stack = contextlib.ExitStack()
         self.end = self._stack.close
 
     def begin(self, name: str, caller: Caller, *request_ids: str) -> RunningRequest:
         request = self._stack.enter_context(self.requests.running(name, caller))
-        submission = self.engine.begin(*[generation_request(request_id) for request_id in request_ids])
-        request.submit(self._stack.enter_context(self._open_requests.opened("Generate", submission)))
+        request.submit(self.engine.begin(*[generation_request(request_id) for request_id in request_ids]))
         return request
 
     def abort(self, names: Sequence[str], caller: Caller) -> list[RequestId]:
