@@ -10,10 +10,10 @@ from icehouse_server.config import Config
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import ConfigError, Reason, StartError, extra_command
-from icehouse_server.rpc.address import is_loopback
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.listen_address import is_loopback
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where an endpoint is configured.

@@ -12,7 +12,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.domain.stats import ServerStatus
 from icehouse_server.errors import ConfigError, Reason, StartError
-from icehouse_server.rpc.address import is_loopback
+from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.services.observation import StatusReader
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from icehouse_server.config import Config
 from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
 from icehouse_server.errors import ConfigError, Reason, extra_command
-from icehouse_server.rpc.kv_events.source import KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.info import WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -30,8 +30,8 @@ def worker_parts(
         return None
     try:
         # Of an optional extra.
-        from icehouse_server.rpc.worker.info import ServedFolder, WorkerParts
-        from icehouse_server.rpc.worker.kv_events import KvEventStreams
+        from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
+        from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
     except ModuleNotFoundError as error:
         raise ConfigError(
             Reason.CONFIG_INVALID,

@@ -24,15 +24,15 @@ from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, 
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
 from icehouse_server.rpc.access.credentials import Authenticator
-from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, Hold, Share
-from icehouse_server.rpc.calls.calls import Calls, Context, end, stopping
+from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
     METHODS,
-    Access,
+    CallPool,
     Method,
-    Place,
-    Pool,
+    MethodAccess,
+    WorkPlace,
     caller_shares,
     shares_of,
 )
@@ -52,7 +52,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         config: Config,
         *,
         authenticator: Authenticator,
-        calls: Calls,
+        calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
     ) -> None:
         """`run_long` does what takes long off the event loop: it takes the work and `size_bytes`."""
@@ -69,7 +69,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._run_long = run_long
         # One caller may hold half of either memory.
         self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
-        self._answer_memory = Share(
+        self._answer_memory = FairShare(
             limit=config.server.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
         )
         self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
@@ -159,7 +159,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     def _admission(self, row: Method, timer: asyncio.Timeout) -> contextlib.AbstractAsyncContextManager[None]:
         # Of health callers hear to the end.
-        if row.pool is Pool.HEALTH:
+        if row.pool is CallPool.HEALTH:
             return contextlib.nullcontext()
         return self._calls.admission(timer)
 
@@ -175,7 +175,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the caller may have one more command carried out: answers that come all together would
         keep the event loop from everybody else's."""
-        if row.pool is Pool.COMMANDS and row.place is Place.INFERENCE:
+        if row.pool is CallPool.COMMANDS and row.place is WorkPlace.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
 
@@ -214,7 +214,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise asyncio.CancelledError from None
                 await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
-    async def _answer(self, method: str, context: Context, response: answers.Message) -> None:
+    async def _answer(self, method: str, context: Context, response: answers.AnswerMessage) -> None:
         """Write an answer, or end the call with a status where its caller leaves too much unread."""
         try:
             await answers.write(context, response)
@@ -230,7 +230,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Hold the call's place until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
-        if row.access is Access.OPERATOR:
+        if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
         # Before the place, so that a refusal is known to be this caller's.
@@ -248,7 +248,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _caller_of(self, row: Method, context: Context) -> Caller:
         if not self._authenticator.is_on:
             return UNPROVED
-        if self._health_is_open and row.access is Access.OPEN:
+        if self._health_is_open and row.access is MethodAccess.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
 

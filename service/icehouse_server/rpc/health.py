@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from icehouse_server.clock import Clock
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.calls.calls import Context, end
+from icehouse_server.rpc.calls.call_lifecycle import Context, end
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.ports import EnginePort

@@ -23,30 +23,30 @@ from icehouse.v1 import (
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.rpc.access.credentials import Security
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.address import Bound, bind, server_options
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.calls import Calls
+from icehouse_server.rpc.calls.call_lifecycle import RpcCalls
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
+from icehouse_server.rpc.listen_address import Bound, bind, server_options
 from icehouse_server.rpc.message_interceptor import MessageInterceptor
 from icehouse_server.rpc.reflection import add_reflection
-from icehouse_server.rpc.services.cache import CacheService
-from icehouse_server.rpc.services.embedding import EmbeddingService
+from icehouse_server.rpc.services.cache_service import CacheService
+from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
-from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.inference_service import InferenceService
 from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.services.prompts import PromptReader
-from icehouse_server.rpc.services.rerank import RerankService
+from icehouse_server.rpc.services.rerank_service import RerankService
 from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.info import WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
@@ -99,13 +99,13 @@ class RpcServer:
         self._observation = Observation(
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
-        self.security = Security(config.security, clock=clock)
+        self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, looked at again every while."""
         self._prompts = PromptReader.of(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
-        self._calls = Calls(
+        self._calls = RpcCalls(
             clock=clock, watchers=self._observation.watchers, session_keys=config.server.session_keys
         )
         self.health = Health(
@@ -241,7 +241,7 @@ class RpcServer:
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
             # Of an optional extra: only who is a gateway's worker has it.
-            from icehouse_server.rpc.worker.service import SERVICE_NAME, VllmEngineService
+            from icehouse_server.rpc.worker.vllm_engine_service import SERVICE_NAME, VllmEngineService
 
             VllmEngineService(
                 parts,

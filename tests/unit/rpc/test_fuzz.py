@@ -36,7 +36,7 @@ from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import finished, started
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
-from tests.unit.rpc.services.test_embedding import EMBEDDING
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING
 
 _POOL: Any = pool_with_v1()
 METHODS = {

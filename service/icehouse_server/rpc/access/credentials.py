@@ -37,7 +37,7 @@ _SLOW_S = 10.0
 """A look that takes longer is told of."""
 
 
-class Security:
+class ServerSecurity:
     """What the server shows of itself and wants to see of others. Owned by the event loop."""
 
     def __init__(self, config: SecurityConfig, *, clock: Clock) -> None:

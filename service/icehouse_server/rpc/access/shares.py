@@ -19,7 +19,7 @@ RETRY_S = 1.0
 """When to come back after being refused for a number; calls last seconds."""
 
 
-class Share:
+class FairShare:
     """Places, or bytes, that are taken or refused, never waited for.
 
     With `most` no caller gets more than that, however much is free.

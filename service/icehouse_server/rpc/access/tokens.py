@@ -33,7 +33,7 @@ _NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Token:
+class AccessToken:
     """One line of the file. `expire_time` is `Clock.wall`."""
 
     digest: bytes
@@ -63,7 +63,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content: bytes | None = None
-        self._tokens: tuple[Token, ...] = ()
+        self._tokens: tuple[AccessToken, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -98,8 +98,8 @@ class TokenFile:
                 found = known
         return found.caller if found is not None and now < found.expire_time else None
 
-    def _parse(self, content: bytes) -> tuple[Token, ...]:
-        tokens: dict[bytes, Token] = {}
+    def _parse(self, content: bytes) -> tuple[AccessToken, ...]:
+        tokens: dict[bytes, AccessToken] = {}
         for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -122,7 +122,7 @@ class TokenFile:
         )
 
 
-def _token_of(line: str) -> Token:
+def _token_of(line: str) -> AccessToken:
     parts = dict(part.partition("=")[::2] for part in line.split())
     unknown = parts.keys() - {"sha256", "tenant", "role", "expires"}
     if unknown:
@@ -133,7 +133,9 @@ def _token_of(line: str) -> Token:
     if TENANT_PATTERN.fullmatch(tenant) is None:
         raise ValueError("tenant= must have 1 to 128 of A-Z a-z 0-9 . _ : / @ -")
     role = Role(parts.get("role", Role.TENANT.value))
-    return Token(bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires")))
+    return AccessToken(
+        bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires"))
+    )
 
 
 def _expire_time_of(text: str | None) -> float:

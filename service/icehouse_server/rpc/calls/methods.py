@@ -11,14 +11,14 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from icehouse_server.rpc.access.shares import Share
+from icehouse_server.rpc.access.shares import FairShare
 
 KIB = 1 << 10
 LONG_MESSAGE_BYTES = 256 * KIB
 """A longer request is parsed off the event loop, one caller after the other."""
 
 
-class Access(enum.StrEnum):
+class MethodAccess(enum.StrEnum):
     """Who may call."""
 
     OPEN = "open"
@@ -28,7 +28,7 @@ class Access(enum.StrEnum):
     OPERATOR = "operator"
 
 
-class Place(enum.StrEnum):
+class WorkPlace(enum.StrEnum):
     """Where the most costly part of a call is done; what is above it takes no time worth a limit."""
 
     EVENT_LOOP = "event loop"
@@ -47,7 +47,7 @@ class Cost(enum.StrEnum):
     """Its prompt's tokens and the output it may ask for."""
 
 
-class Pool(enum.StrEnum):
+class CallPool(enum.StrEnum):
     """Calls that share one number of places."""
 
     WORK = "work"
@@ -62,10 +62,10 @@ class Pool(enum.StrEnum):
 class Method:
     """One row."""
 
-    pool: Pool
-    place: Place
+    pool: CallPool
+    place: WorkPlace
     cost: Cost = Cost.NOTHING
-    access: Access = Access.CALLER
+    access: MethodAccess = MethodAccess.CALLER
     message_byte_limit: int | None = None
     """Longest request; None is `server.max_message_bytes`."""
     message_timeout_s: float | None = None
@@ -86,7 +86,7 @@ class Method:
         return _DEADLINES_S[self.cost]
 
 
-_ENDLESS = frozenset((Pool.WATCHES, Pool.HEALTH))
+_ENDLESS = frozenset((CallPool.WATCHES, CallPool.HEALTH))
 _DEADLINES_S = {
     Cost.NOTHING: 60.0,
     Cost.PROMPT: 600.0,
@@ -96,47 +96,51 @@ _DEADLINES_S = {
 _WHOLE_DISK_S = 24 * 3600.0
 """Reading terabytes, or removing them."""
 
-_GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
-_COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
+_GENERATION = Method(CallPool.WORK, WorkPlace.INFERENCE, Cost.GENERATION)
+_COMMAND = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, Cost.PROMPT)
 _CHECK = Method(
-    Pool.COMMANDS,
-    Place.STORAGE,
-    access=Access.OPERATOR,
+    CallPool.COMMANDS,
+    WorkPlace.STORAGE,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     own_deadline_s=_WHOLE_DISK_S,
 )
-_LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
-_LISTING = Method(Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=4 * KIB)
+_LOOKUP = Method(CallPool.WORK, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB)
+_LISTING = Method(CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=4 * KIB)
 _CHANNELZ = Method(
-    Pool.WATCHES,
-    Place.EVENT_LOOP,
-    access=Access.OPERATOR,
+    CallPool.WATCHES,
+    WorkPlace.EVENT_LOOP,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=KIB,
     message_timeout_s=2.0,
     own_deadline_s=60.0,
 )
 _WORKER_COMMAND = Method(
-    Pool.COMMANDS,
-    Place.INFERENCE,
-    access=Access.OPERATOR,
+    CallPool.COMMANDS,
+    WorkPlace.INFERENCE,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     message_timeout_s=10.0,
     own_deadline_s=600.0,
 )
 _REFLECTION = Method(
-    Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
+    CallPool.WATCHES, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
 )
 _HEALTH = Method(
-    Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
+    CallPool.HEALTH,
+    WorkPlace.EVENT_LOOP,
+    access=MethodAccess.OPEN,
+    message_byte_limit=KIB,
+    message_timeout_s=2.0,
 )
 
 METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Generate": _GENERATION,
     "icehouse.v1.InferenceService/Stream": _GENERATION,
-    "icehouse.v1.InferenceService/Tokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
-    "icehouse.v1.InferenceService/Detokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
     "icehouse.v1.InferenceService/CacheStats": Method(
-        Pool.COMMANDS, Place.INFERENCE, message_byte_limit=4 * KIB
+        CallPool.COMMANDS, WorkPlace.INFERENCE, message_byte_limit=4 * KIB
     ),
     "icehouse.v1.CacheService/Explain": _COMMAND,
     "icehouse.v1.CacheService/Warm": _GENERATION,
@@ -148,7 +152,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Verify": _CHECK,
     "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
     "icehouse.v1.CacheService/WatchStats": Method(
-        Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
+        CallPool.WATCHES, WorkPlace.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
     ),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
@@ -164,21 +168,21 @@ METHODS: Mapping[str, Method] = {
     "vllm.grpc.engine.VllmEngine/StartProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/StopProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/Abort": Method(
-        Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
+        CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
     ),
     "vllm.grpc.engine.VllmEngine/GetModelInfo": _LOOKUP,
     "vllm.grpc.engine.VllmEngine/GetServerInfo": _LOOKUP,
     # How busy all tenants keep the server.
     "vllm.grpc.engine.VllmEngine/GetLoads": Method(
-        Pool.COMMANDS,
-        Place.EVENT_LOOP,
-        access=Access.OPERATOR,
+        CallPool.COMMANDS,
+        WorkPlace.EVENT_LOOP,
+        access=MethodAccess.OPERATOR,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
     ),
     "vllm.grpc.engine.VllmEngine/GetTokenizer": Method(
-        Pool.WORK,
-        Place.TOKENIZER,
+        CallPool.WORK,
+        WorkPlace.TOKENIZER,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
         own_deadline_s=600.0,
@@ -186,7 +190,11 @@ METHODS: Mapping[str, Method] = {
     ),
     # A gateway has one, and may be several processes.
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
-        Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0, caller_limit=16
+        CallPool.WATCHES,
+        WorkPlace.EVENT_LOOP,
+        message_byte_limit=4 * KIB,
+        message_timeout_s=10.0,
+        caller_limit=16,
     ),
     "grpc.health.v1.Health/Check": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
     "grpc.health.v1.Health/List": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
@@ -209,7 +217,7 @@ _HEALTH_CALLS_PER_CONNECTION = 8
 """A client that watches health does so once per connection."""
 
 
-def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[Pool, Share]:
+def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[CallPool, FairShare]:
     """Return the places of each pool.
 
     One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
@@ -218,10 +226,10 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[P
     """
     health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
     return {
-        Pool.WORK: Share(limit=concurrent_call_limit, factor=3.0, what="calls"),
-        Pool.COMMANDS: Share(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
-        Pool.WATCHES: Share(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
-        Pool.HEALTH: Share(
+        CallPool.WORK: FairShare(limit=concurrent_call_limit, factor=3.0, what="calls"),
+        CallPool.COMMANDS: FairShare(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
+        CallPool.WATCHES: FairShare(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
+        CallPool.HEALTH: FairShare(
             limit=health_limit,
             factor=health_limit,
             most=_HEALTH_CALLS_PER_CONNECTION,
@@ -230,11 +238,11 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[P
     }
 
 
-def caller_shares() -> Mapping[str, Share]:
+def caller_shares() -> Mapping[str, FairShare]:
     """Return, by method, the places that each caller has of its own where there are few of them; how many
     there are for all is the pool's."""
     return {
-        name: Share(
+        name: FairShare(
             limit=_ANY_NUMBER,
             factor=_ANY_NUMBER,
             most=row.caller_limit,

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from icehouse_server.errors import CannotFit, Overloaded, Reason
-from icehouse_server.rpc.access.shares import Share
+from icehouse_server.rpc.access.shares import FairShare
 
 FREE_BYTES: Final = 4 << 10
 """So little counts as nothing: there is no more of it than there are calls."""
@@ -23,7 +23,7 @@ _COPIES: Final = 2
 """A message's bytes, and gRPC's copy of them."""
 
 
-class Message(Protocol):
+class AnswerMessage(Protocol):
     """What is written."""
 
     def ByteSize(self) -> int: ...
@@ -39,7 +39,7 @@ class Writable(Protocol):
 class Answers:
     """One call's part of the memory for answers, from the call's beginning until `close`."""
 
-    def __init__(self, memory: Share, *, origin: str) -> None:
+    def __init__(self, memory: FairShare, *, origin: str) -> None:
         self._memory = memory
         self._origin = origin
         self._kept_bytes = 0
@@ -87,7 +87,7 @@ def keep(size_bytes: int) -> None:
         answers.keep(size_bytes)
 
 
-async def write(context: Writable, message: Message) -> None:
+async def write(context: Writable, message: AnswerMessage) -> None:
     """Hand a message to the connection, which may wait for the reader; raises as `Answers.hold`, before
     anything is written, and CancelledError where the connection ends first."""
     answers = current.get()
@@ -143,7 +143,7 @@ class StallTimer:
                 await asyncio.wait((sending,), timeout=_HEADERS_S)
                 raise
 
-    async def write(self, context: Writable, message: Message) -> None:
+    async def write(self, context: Writable, message: AnswerMessage) -> None:
         """Hand a message to the connection, which may wait for the reader; only within `guard`.
 
         Raises as `write` does.

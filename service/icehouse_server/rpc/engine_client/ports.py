@@ -118,7 +118,7 @@ class TokenizerPort(Protocol):
 class ImagePort(Protocol):
     """Reads images for the served model. Any thread; an image takes tens of milliseconds."""
 
-    def open(self, sources: Sequence[ImageSource]) -> OpenImages:
+    def open(self, sources: Sequence[ImageSource]) -> OpenImagesPort:
         """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
         ...
 
@@ -127,7 +127,7 @@ class ImagePort(Protocol):
         ...
 
 
-class OpenImages(Protocol):
+class OpenImagesPort(Protocol):
     """All images of a prompt, decoded and prepared one after the other, in order."""
 
     @property

@@ -23,7 +23,7 @@ from icehouse_server.domain.response_format import (
 from icehouse_server.domain.sampling import DEFAULT_XTC_THRESHOLD, SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.engine_client.ports import TokenizerPort
-from icehouse_server.rpc.messages.validation import check_token_ids, refuse_value
+from icehouse_server.rpc.messages.field_checks import check_token_ids, refuse_value
 
 LOGIT_BIAS_COUNT_LIMIT = 1024
 LOGIT_BIAS_LIMIT = 100.0

@@ -75,7 +75,7 @@ def fill(message: M, value: Any) -> M:
             target.SetInParent()
             fill(target, item)
         elif isinstance(item, enum.Enum):
-            values = field.enum_type
+            values: Any = field.enum_type
             setattr(message, proto_name, values.values_by_name[_prefix(values) + item.name].number)
         elif field.message_type is not None:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
@@ -114,8 +114,8 @@ def _read(message: Message, name: str, hint: Any) -> Any:
     if isinstance(item, Message):
         return from_proto(item, hint)
     if field.enum_type is not None:
-        name = field.enum_type.values_by_number[item].name
-        return hint[name.removeprefix(_prefix(field.enum_type))]
+        values: Any = field.enum_type
+        return hint[values.values_by_number[item].name.removeprefix(_prefix(values))]
     return item
 
 

@@ -32,7 +32,7 @@ from icehouse_server.domain.events import (
 from icehouse_server.domain.model import AdapterInfo, ModelInfo
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
 from icehouse_server.rpc.access.tenants import Account, Tenants
-from icehouse_server.rpc.engine_client.cache_commands import Eviction, Verification
+from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, fill, to_proto
 
 Spell = Callable[[int], str]

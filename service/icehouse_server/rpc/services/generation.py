@@ -21,14 +21,12 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
-from icehouse_server.rpc.calls.calls import Call, Calls
+from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.messages.options import spellings
-from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.messages.validation import (
+from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
     check_model,
@@ -38,6 +36,8 @@ from icehouse_server.rpc.messages.validation import (
     shared_tenant_of,
     tenant_of,
 )
+from icehouse_server.rpc.messages.options import spellings
+from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
@@ -81,7 +81,7 @@ class Generation:
         *,
         policy: cache_policy_pb2.CachePolicy,
         model: ServedModel,
-        call: Call,
+        call: RpcCall,
     ) -> GenerationRequest:
         """Return a request without a prompt, which asks for no output; the call learns its names.
 
@@ -109,7 +109,7 @@ class Generation:
             session_id=call.session_id,
         )
 
-    def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: Call) -> Tenant | None:
+    def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: RpcCall) -> Tenant | None:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
@@ -122,7 +122,7 @@ class Generation:
         request: GenerationRequest,
         unread: UncheckedPrompt,
         model: ServedModel,
-        call: Call,
+        call: RpcCall,
         *,
         bad_words: Sequence[str] = (),
         form: ResponseFormat | None = None,
@@ -186,7 +186,7 @@ class Generation:
         return await self._grammars.compile(call_form, field="tools")
 
     async def read_prompt(
-        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call
+        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
         """Return the token keys of a prompt that the engine does not run, and what is to be noted of it;
         raises what refuses it.
@@ -204,11 +204,11 @@ class Generation:
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
-    def charge(self, token_count: int, *, call: Call) -> None:
+    def charge(self, token_count: int, *, call: RpcCall) -> None:
         """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""
         self._tenants.charge(call.caller.tenant or Tenant(""), token_count)
 
-    async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: Call) -> ReadPrompt:
+    async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: RpcCall) -> ReadPrompt:
         began = self._clock.monotonic()
         read = await self._prompts.read(prompt, model)
         call.tokenize_s = self._clock.monotonic() - began
@@ -224,7 +224,7 @@ class Generation:
         self,
         requests: Sequence[GenerationRequest],
         *,
-        call: Call,
+        call: RpcCall,
         on_open: Callable[[OpenRequest], None] = lambda _: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
@@ -259,7 +259,7 @@ class ServiceParts:
     """Shared by the services. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
 
     config: ServerConfig
-    calls: Calls
+    calls: RpcCalls
     router: Router
     prompts: PromptReader
     generation: Generation
@@ -285,7 +285,7 @@ def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) 
     return reasoning
 
 
-def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:
+def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: RpcCall) -> ReportNotes:
     """Return what a prompt's cache report says beside what the engine tells.
 
     Where a prompt parts from a cached one is for the tenant that both are of: an operator who acts for
@@ -303,7 +303,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Ca
 
 
 async def _events(
-    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: Call
+    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: RpcCall
 ) -> AsyncIterator[tuple[int, Event]]:
     while not outboxes.ended:
         index, event = await outboxes.take()

@@ -14,7 +14,7 @@ import threading
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, Share, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
 from icehouse_server.rpc.engine_client.ports import GrammarPort
 
 THREAD_COUNT = 2
@@ -32,7 +32,7 @@ class GrammarCompilers:
         self._compiler = compiler
         self._byte_limit = byte_limit
         self._timeout_s = timeout_s
-        self._waiting = Share(limit=WAITING_LIMIT, factor=1.0, what="response formats to be compiled")
+        self._waiting = FairShare(limit=WAITING_LIMIT, factor=1.0, what="response formats to be compiled")
         # The factor lets one caller have one of two.
         self._turns = FairQueue(capacity=THREAD_COUNT, factor=1.0)
         # One thread each: an executor of two would make the second when it likes, without the stack.

@@ -87,7 +87,7 @@ class Prepared:
         """Return what turns the events of one run into messages."""
         return Replies([self._new_reply(request) for request in self.completions])
 
-    def _new_reply(self, request: GenerationRequest) -> Reply:
+    def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
         info = self.model.info
         started = inference.Started(
             request_id=request.name,
@@ -101,7 +101,7 @@ class Prepared:
             ),
             unenforced_keywords=() if request.grammar is None else request.grammar.unenforced,
         )
-        return Reply(
+        return ReplyMessages(
             started=started,
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
@@ -142,7 +142,7 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 class Replies:
     """The outputs of one request to the messages of one stream, which starts once."""
 
-    def __init__(self, replies: Sequence[Reply]) -> None:
+    def __init__(self, replies: Sequence[ReplyMessages]) -> None:
         self._replies = replies
         self._has_started = False
 
@@ -163,7 +163,7 @@ class Replies:
         return responses
 
 
-class Reply:
+class ReplyMessages:
     """One output's events to the messages of a stream. Without a splitter everything is text."""
 
     def __init__(

@@ -22,11 +22,11 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, Share, on_loop
-from icehouse_server.rpc.engine_client.ports import OpenImages, ServedModel
-from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
-from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
-from icehouse_server.rpc.messages.validation import check_token_ids, shown
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
+from icehouse_server.rpc.engine_client.ports import OpenImagesPort, ServedModel
+from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
+from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
+from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
 
@@ -78,7 +78,7 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Infill:
+class InfillText:
     """A gap between two texts."""
 
     prefix: str
@@ -91,10 +91,10 @@ class Infill:
         return len(self.prefix) + len(self.suffix)
 
 
-TextPrompt = Text | Chat | Infill
+TextPrompt = Text | Chat | InfillText
 """What is tokenized here."""
 Prompt = TextPrompt | Tokens
-ImageWork = Callable[[TextPrompt, OpenImages | None], Result]
+ImageWork = Callable[[TextPrompt, OpenImagesPort | None], Result]
 """What is done with a prompt and its images, in any thread; None for one without."""
 
 
@@ -169,11 +169,11 @@ def text_prompt_of(
     raise _missing("`text` or `chat`")
 
 
-def infill_of(message: prompt_pb2.InfillPrompt) -> Infill:
+def infill_of(message: prompt_pb2.InfillPrompt) -> InfillText:
     """Return a gap, not of nothing; raises InvalidRequest."""
     if not (message.prefix or message.suffix):
         raise _empty("infill")
-    return Infill(message.prefix, message.suffix)
+    return InfillText(message.prefix, message.suffix)
 
 
 def prompt_of(
@@ -255,7 +255,7 @@ class PromptReader:
 
     def __init__(self, *, thread_count: int, images: ImageFetcher, image_memory_bytes: int) -> None:
         self._images = images
-        self.image_memory = Share(limit=image_memory_bytes, factor=1.0, what="bytes of images")
+        self.image_memory = FairShare(limit=image_memory_bytes, factor=1.0, what="bytes of images")
         """What pixels take while they are decoded, and then the prepared images until their call ends. As
         with the memory of messages, one caller gets at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
@@ -287,7 +287,7 @@ class PromptReader:
             return found
         assert isinstance(found, Chat), "only images are put off"
 
-        def work(prompt: TextPrompt, images: OpenImages | None) -> ReadPrompt:
+        def work(prompt: TextPrompt, images: OpenImagesPort | None) -> ReadPrompt:
             return _read(prompt, model, images)
 
         return await self.run_with_images(found, model, work, size_bytes=size_bytes)
@@ -353,7 +353,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> list[tuple[int, str]]:
+def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> list[tuple[int, str]]:
     """Return each token's id and spelling, longer than the context as it may be. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
@@ -394,7 +394,7 @@ def _tokenized_limit(info: ModelInfo) -> int:
     return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
-def _read(prompt: Prompt, model: ServedModel, images: OpenImages | None = None) -> ReadPrompt:
+def _read(prompt: Prompt, model: ServedModel, images: OpenImagesPort | None = None) -> ReadPrompt:
     """Return the prompt's tokens. What cannot fit is not even tokenized. `images` are those of a
     conversation, read already."""
     if isinstance(prompt, Tokens):
@@ -430,10 +430,10 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
     )
 
 
-def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> ReadPrompt:
+def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
-    if isinstance(prompt, Infill):
+    if isinstance(prompt, InfillText):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
         stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
         return ReadPrompt(infill.token_ids, stop_token_ids=stops)
@@ -446,7 +446,7 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -
     return ReadPrompt(rendered.token_ids, chat, spans, changes=prompt.changes)
 
 
-def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
+def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:
     if prompt.size_bytes <= limit_bytes:
         return
     raise InvalidRequest(

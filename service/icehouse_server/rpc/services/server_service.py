@@ -12,18 +12,18 @@ from icehouse.v1 import server_service_pb2 as messages
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
-from icehouse_server.rpc.calls.calls import Calls, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
-from icehouse_server.rpc.messages.responses import model_proto
-from icehouse_server.rpc.messages.validation import (
+from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
     check_model,
     page_size_of,
     refuse_value,
     request_name_of,
 )
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
+from icehouse_server.rpc.messages.responses import model_proto
 
 _STATES = {
     EngineState.LOADING: messages.SERVER_STATE_LOADING,
@@ -38,7 +38,13 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     """Shows the server and what it works on. Owned by the event loop."""
 
     def __init__(
-        self, server: messages.Server, *, calls: Calls, router: Router, requests: OpenRequests, clock: Clock
+        self,
+        server: messages.Server,
+        *,
+        calls: RpcCalls,
+        router: Router,
+        requests: OpenRequests,
+        clock: Clock,
     ) -> None:
         self._calls = calls
         self._router = router
@@ -159,7 +165,7 @@ def _number_of(page_token: str) -> int:
 class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     """Shows what is served."""
 
-    def __init__(self, *, calls: Calls, router: Router) -> None:
+    def __init__(self, *, calls: RpcCalls, router: Router) -> None:
         self._calls = calls
         self._router = router
 

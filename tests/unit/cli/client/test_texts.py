@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.cli.client.test_generate import invoke
 from tests.unit.rpc.conftest import RunningServer, running, served
-from tests.unit.rpc.services.test_embedding import EMBEDDING, embedding
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING, embedding
 
 __all__ = ["served"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from icehouse_server.rpc.access.shares import Pace
-from icehouse_server.rpc.calls.calls import REFUSAL_BURST_COUNT, REFUSALS_PER_S
+from icehouse_server.rpc.calls.call_lifecycle import REFUSAL_BURST_COUNT, REFUSALS_PER_S
 
 
 def delays(pace: Pace, origin: str, count: int, *, now: float = 100.0) -> list[float]:

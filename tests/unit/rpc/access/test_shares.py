@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.errors import Overloaded, Reason
-from icehouse_server.rpc.access.shares import FairQueue, Hold, Share
-from icehouse_server.rpc.calls.methods import Pool, shares_of
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, Hold
+from icehouse_server.rpc.calls.methods import CallPool, shares_of
 
 from tests.fixtures.patience import BOUND_S
 
 
-def fill(share: Share, origin: str, held: contextlib.ExitStack) -> int:
+def fill(share: FairShare, origin: str, held: contextlib.ExitStack) -> int:
     """Take places until refused; return how many."""
     count = 0
     while True:
@@ -27,7 +27,7 @@ def fill(share: Share, origin: str, held: contextlib.ExitStack) -> int:
 
 
 def test_one_caller_gets_its_part_and_others_find_theirs() -> None:
-    share = Share(limit=1024, factor=3.0, what="calls")
+    share = FairShare(limit=1024, factor=3.0, what="calls")
     with contextlib.ExitStack() as held:
         assert fill(share, "a", held) == 768
         assert fill(share, "b", held) == 192
@@ -37,7 +37,7 @@ def test_one_caller_gets_its_part_and_others_find_theirs() -> None:
 
 
 def test_of_an_amount_one_caller_gets_half_at_most_and_gives_all_back() -> None:
-    share = Share(limit=1000, factor=1.0, what="bytes")
+    share = FairShare(limit=1000, factor=1.0, what="bytes")
     for _ in range(2):
         with contextlib.ExitStack() as held:
             held.enter_context(share.place("a", 300))
@@ -53,17 +53,17 @@ def test_of_an_amount_one_caller_gets_half_at_most_and_gives_all_back() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_however_few_there_are_the_first_caller_gets_one(limit: int) -> None:
     with contextlib.ExitStack() as held:
-        assert fill(Share(limit=limit, factor=1 / 32, what="calls"), "a", held) == 1
+        assert fill(FairShare(limit=limit, factor=1 / 32, what="calls"), "a", held) == 1
 
 
 def test_as_many_callers_as_there_are_connections_find_a_place() -> None:
-    share = shares_of(concurrent_call_limit=1, connection_limit=100)[Pool.HEALTH]
+    share = shares_of(concurrent_call_limit=1, connection_limit=100)[CallPool.HEALTH]
     with contextlib.ExitStack() as held:
         assert {fill(share, f"peer:{index}", held) for index in range(100)} == {8}
 
 
 def test_a_refusal_says_how_many_and_when_to_come_back() -> None:
-    share = Share(limit=1, factor=3.0, what="calls")
+    share = FairShare(limit=1, factor=3.0, what="calls")
     with share.place("a"), pytest.raises(Overloaded) as caught, share.place("b"):
         pass
     assert caught.value.reason is Reason.QUEUE_FULL

@@ -23,7 +23,7 @@ from icehouse_server.domain.chat import (
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
-from icehouse_server.rpc.services.rerank import form_of
+from icehouse_server.rpc.services.rerank_service import form_of
 
 from tests.fixtures.chat.families import THINKING, tokenizer_of
 from tests.fixtures.patience import BOUND_S

@@ -22,7 +22,7 @@ from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging, started
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
-from tests.unit.rpc.services.test_embedding import EMBEDDING
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING
 
 GET = server_service_pb2.GetServerRequest()
 LIST = server_service_pb2.ListRequestsRequest()

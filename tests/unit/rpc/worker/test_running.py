@@ -11,7 +11,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT as TENANT
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.worker.service import ABORT_LIMIT, RunningRequest, RunningRequests
+from icehouse_server.rpc.worker.vllm_engine_service import ABORT_LIMIT, RunningRequest, RunningRequests
 
 from tests.fixtures.engine import request as generation_request
 from tests.fixtures.rpc.fake_engine import REPORT

@@ -41,7 +41,7 @@ _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
 
 @dataclasses.dataclass(slots=True)
-class Call:
+class RpcCall:
     """One call, and what will be told of it. Never holds prompt or output text."""
 
     method: str
@@ -76,7 +76,7 @@ class Call:
             self.usage = dataclasses.replace(usage, output_token_count=output_token_count)
 
 
-class Calls:
+class RpcCalls:
     """Lets calls in and sees them out. Owned by the event loop."""
 
     def __init__(self, *, clock: Clock, watchers: Watchers, session_keys: Sequence[str] = ()) -> None:
@@ -145,9 +145,9 @@ class Calls:
     @contextlib.asynccontextmanager
     async def call(
         self, method: str, context: Context, operation: Operation | None = None
-    ) -> AsyncIterator[Call]:
+    ) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method; whatever leaves the block becomes a status, and is told on."""
-        call = Call(
+        call = RpcCall(
             current_method(),
             self._clock.monotonic(),
             self._clock.wall(),
@@ -204,7 +204,7 @@ class Calls:
         return None if limit_s is None else self._clock.monotonic() + limit_s
 
     def _see_out(
-        self, call: Call, context: Context, code: grpc.StatusCode, *, reason: str = ""
+        self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
     ) -> tuple[tuple[str, str | bytes], ...]:
         record = CallRecord(
             method=call.method,

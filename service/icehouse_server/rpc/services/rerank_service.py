@@ -17,10 +17,10 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
-from icehouse_server.rpc.messages.validation import refuse_value
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt, names_item
@@ -72,7 +72,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         return answers_of(positive, negative, vocabulary_size=model.info.vocabulary_size)
 
     async def _read(
-        self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: Call
+        self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every prompt; raises InvalidRequest that names the document at fault."""
         prompts: list[tuple[int, ...]] = []

@@ -26,8 +26,8 @@ from icehouse_server.errors import IcehouseError, Overloaded
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.feed import EventFeed, Subscription
-from icehouse_server.rpc.kv_events.mirror import BlockMirror
+from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
+from icehouse_server.rpc.kv_events.event_feed import EventFeed, Subscription
 
 CONNECT_PREFIX = "connect:"
 """Of a ZeroMQ endpoint that is not listened at."""

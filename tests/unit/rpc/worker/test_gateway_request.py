@@ -17,7 +17,7 @@ from icehouse.v1 import inference_service_pb2
 from icehouse.v1 import inference_service_pb2 as native
 from icehouse_server.config import ServerConfig
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.rpc.worker.request import (
+from icehouse_server.rpc.worker.gateway_request import (
     NO_EFFECT,
     REFUSED,
     LogprobsShown,

@@ -14,8 +14,8 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
 from icehouse_server.errors import InvalidRequest, Reason, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.image_sources import fetcher as fetchers
-from icehouse_server.rpc.image_sources.fetcher import ImageFetcher, read_file
+from icehouse_server.rpc.image_sources import image_fetcher as fetchers
+from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher, read_file
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.web_host import WebHost, answer, web_host

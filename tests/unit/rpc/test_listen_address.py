@@ -17,7 +17,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import SecurityConfig, ServerConfig
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.address import bind, is_loopback
+from icehouse_server.rpc.listen_address import bind, is_loopback
 
 from tests.fixtures.patience import BOUND_S
 from tests.unit.rpc.conftest import RunningServer, running

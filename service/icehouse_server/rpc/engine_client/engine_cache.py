@@ -55,7 +55,7 @@ class Verification:
     block_count: int
 
 
-class CacheCommands:
+class EngineCache:
     """Asks the engine's cache. Owned by the event loop."""
 
     def __init__(self, *, engine: EnginePort, router: Router) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from icehouse_server.errors import SourceUnreachable
-from icehouse_server.rpc.image_sources.address import (
+from icehouse_server.rpc.image_sources.image_address import (
     IpAddress,
     SourceRules,
     WebAddress,

@@ -14,15 +14,13 @@ from icehouse_server.domain.events import CacheReport, Finished
 from icehouse_server.domain.ids import DEFAULT_TENANT
 from icehouse_server.domain.request import SentImages
 from icehouse_server.domain.sampling import SEED_RANGE
-from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.ports import OpenImages
-from icehouse_server.rpc.messages.chat import check_no_tools
-from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
-from icehouse_server.rpc.messages.responses import cache_report_proto
-from icehouse_server.rpc.messages.validation import (
+from icehouse_server.rpc.engine_client.ports import OpenImagesPort
+from icehouse_server.rpc.messages.conversations import check_no_tools
+from icehouse_server.rpc.messages.field_checks import (
     check_model,
     completions_of,
     logprobs_of,
@@ -32,6 +30,8 @@ from icehouse_server.rpc.messages.validation import (
     stop_of,
     stop_token_ids_of,
 )
+from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
+from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared
@@ -114,7 +114,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                     return infill_of(request.infill)
                 return text_prompt_of(request, kind, model.info, normalizes=normalizes)
 
-            def answer(prompt: TextPrompt, images: OpenImages | None) -> messages.TokenizeResponse:
+            def answer(prompt: TextPrompt, images: OpenImagesPort | None) -> messages.TokenizeResponse:
                 found = pieces(prompt, model, images)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
@@ -154,7 +154,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def prepare(
         self,
         request: messages.GenerateRequest,
-        call: Call,
+        call: RpcCall,
         *,
         read_images: Callable[[], SentImages] | None = None,
     ) -> Prepared:
@@ -228,7 +228,7 @@ class ReplySum:
         self._started = inference.Started()
         self._logprobs = bytearray()
         """Those of the prompt and of the first completion, as fields of the answer."""
-        self._outputs = [_OutputSum() for _ in range(completion_count)]
+        self._outputs = [_CompletionSum() for _ in range(completion_count)]
         self.size_bytes = 0
         """What was added, as it goes over the wire."""
 
@@ -287,7 +287,7 @@ class ReplySum:
             self._logprobs += inference.GenerateResponse(logprobs=delta.logprobs).SerializeToString()
 
 
-class _OutputSum:
+class _CompletionSum:
     """One completion."""
 
     def __init__(self) -> None:

@@ -16,7 +16,8 @@ from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, 
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.calls.wire import Encoded
-from icehouse_server.rpc.kv_events.events import (
+from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_types import (
     BlockImage,
     BlockRemoved,
     BlocksCleared,
@@ -25,7 +26,6 @@ from icehouse_server.rpc.kv_events.events import (
     KvBlock,
     SnapshotChunk,
 )
-from icehouse_server.rpc.kv_events.source import KvEventSource
 
 from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.rpc.http2 import framed, peer_of
@@ -34,7 +34,12 @@ from tests.unit.rpc.conftest import running
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
-from icehouse_server.rpc.worker.kv_events import BEGINNING_BURST_COUNT, KvEventStreams, Reader, batch_proto
+from icehouse_server.rpc.worker.kv_event_streams import (
+    BEGINNING_BURST_COUNT,
+    KvEventStreams,
+    Reader,
+    batch_proto,
+)
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 

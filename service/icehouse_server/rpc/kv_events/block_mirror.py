@@ -25,7 +25,7 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.events import (
+from icehouse_server.rpc.kv_events.kv_event_types import (
     BlockImage,
     BlockRemoved,
     BlockStored,
@@ -39,7 +39,7 @@ Held = tuple[KvTier, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Known:
+class _KnownBlock:
     """One whole block that some tier holds; `told` while subscribers know of it."""
 
     name: BlockHash
@@ -57,11 +57,11 @@ class BlockMirror:
     def __init__(self, *, block_token_count: int, block_limit: int) -> None:
         self._block_token_count = block_token_count
         self._block_limit = block_limit
-        self._known: dict[BlockHash, _Known] = {}
-        self._children: dict[BlockHash, dict[BlockHash, _Known]] = {}
+        self._known: dict[BlockHash, _KnownBlock] = {}
+        self._children: dict[BlockHash, dict[BlockHash, _KnownBlock]] = {}
         self._scopes: dict[BlockHash, CacheScope] = {}
         self._forgotten_roots: set[BlockHash] = set()
-        self._told: dict[Tenant, dict[BlockHash, _Known]] = {}
+        self._told: dict[Tenant, dict[BlockHash, _KnownBlock]] = {}
         """Each tenant's in the order of telling: a block behind its parent."""
         self._unread: dict[BlockHash, None] = {}
         """Blocks whose tokens are to be read, in order."""
@@ -140,7 +140,7 @@ class BlockMirror:
             if len(self._known) >= self._block_limit:
                 self.untold_total += 1
                 return
-            known = _Known(change.name, change.parent, change.is_first, None)
+            known = _KnownBlock(change.name, change.parent, change.is_first, None)
             self._known[change.name] = known
             self._children.setdefault(change.parent, {})[change.name] = known
         self._unlisted.pop((change.name, change.tier), None)
@@ -168,7 +168,7 @@ class BlockMirror:
             if known.told is not None:
                 yield BlockRemoved(known.told.hash, tier, known.told.scope.tenant)
 
-    def _forget(self, known: _Known) -> None:
+    def _forget(self, known: _KnownBlock) -> None:
         known.held = ()
         del self._known[known.name]
         self._unread.pop(known.name, None)
@@ -195,7 +195,7 @@ class BlockMirror:
         else:
             self._scopes.pop(root, None)
 
-    def _learn(self, known: _Known, token_ids: tuple[int, ...], extra: bytes) -> Iterator[KvEvent]:
+    def _learn(self, known: _KnownBlock, token_ids: tuple[int, ...], extra: bytes) -> Iterator[KvEvent]:
         if known.packed is None:
             try:
                 known.images = images_of(extra)
@@ -205,7 +205,7 @@ class BlockMirror:
             self._unread.pop(known.name, None)
         yield from self._tell(known)
 
-    def _tell(self, first: _Known) -> Iterator[KvEvent]:
+    def _tell(self, first: _KnownBlock) -> Iterator[KvEvent]:
         """Tell a block and all that follow it, as far as that may be done."""
         waiting = deque((first,))
         while waiting:
@@ -219,7 +219,7 @@ class BlockMirror:
                 yield BlockStored(block, tier)
             waiting.extend(self._children.get(known.name, {}).values())
 
-    def _tellable(self, known: _Known) -> KvBlock | None:
+    def _tellable(self, known: _KnownBlock) -> KvBlock | None:
         if known.told is not None or known.packed is None:
             return None
         if known.is_first:
@@ -232,7 +232,7 @@ class BlockMirror:
             return None
         return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope, known.images)
 
-    def _retract(self, known: _Known) -> Iterator[KvEvent]:
+    def _retract(self, known: _KnownBlock) -> Iterator[KvEvent]:
         """Take back a block and all that follow it, the last ones first."""
         chain = [known] if known.told is not None else []
         for each in chain:

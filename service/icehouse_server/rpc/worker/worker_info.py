@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.stats import Snapshot, TenantUse
 from icehouse_server.rpc.access.tenants import QueueCounts
-from icehouse_server.rpc.worker.kv_events import KvEventStreams
+from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 

@@ -24,13 +24,13 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.messages.options import check_choice_count, check_logit_bias_count
-from icehouse_server.rpc.messages.validation import (
+from icehouse_server.rpc.messages.field_checks import (
     check_stop_count,
     check_stop_token_count,
     refuse_value,
     shown,
 )
+from icehouse_server.rpc.messages.options import check_choice_count, check_logit_bias_count
 from icehouse_server.rpc.services.prompts import check_length
 
 NO_EFFECT = frozenset(

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 from icehouse_server.config import ServerConfig
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.image_sources.address import FileAddress, SourceRules, WebAddress, is_public
+from icehouse_server.rpc.image_sources.image_address import FileAddress, SourceRules, WebAddress, is_public
 
 FIELD = "chat.messages[0].parts[0].image.uri"
 RULES = SourceRules.of(

@@ -27,8 +27,8 @@ from icehouse_server.domain.chat import (
 )
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.messages.proto_map import enum_of
-from icehouse_server.rpc.messages.validation import check_token_ids, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_COUNT_LIMIT = 4096

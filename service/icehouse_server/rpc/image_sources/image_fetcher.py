@@ -22,7 +22,7 @@ from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, 
 from icehouse_server.errors import InvalidRequest, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import FairQueue, on_loop
-from icehouse_server.rpc.image_sources.address import (
+from icehouse_server.rpc.image_sources.image_address import (
     FileAddress,
     SourceRules,
     WebAddress,
@@ -30,7 +30,7 @@ from icehouse_server.rpc.image_sources.address import (
     too_long,
     unreachable,
 )
-from icehouse_server.rpc.image_sources.web import FetchAbort, WebReader
+from icehouse_server.rpc.image_sources.web_reader import FetchAbort, WebReader
 
 Result = TypeVar("Result")
 

@@ -29,28 +29,33 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.engine_client.ports import EnginePort
-from icehouse_server.rpc.messages.validation import refuse_value
-from icehouse_server.rpc.services.embedding import EmbeddingService
+from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import ServiceParts
-from icehouse_server.rpc.services.inference import InferenceService
+from icehouse_server.rpc.services.inference_service import InferenceService
 from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.worker.info import (
+from icehouse_server.rpc.worker.gateway_reply import WorkerReply
+from icehouse_server.rpc.worker.gateway_request import (
+    WorkerRequest,
+    input_ids_of,
+    named_as_sent,
+    worker_request_of,
+)
+from icehouse_server.rpc.worker.worker_info import (
     WorkerParts,
     load_proto,
     model_info_proto,
     own_load_proto,
     server_info_proto,
 )
-from icehouse_server.rpc.worker.reply import WorkerReply
-from icehouse_server.rpc.worker.request import WorkerRequest, input_ids_of, named_as_sent, worker_request_of
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -78,7 +83,7 @@ class VllmEngineService:
         self._parts = parts
         self._calls = parts.calls
         self._router = parts.router
-        self._commands = CacheCommands(engine=engine, router=parts.router)
+        self._commands = EngineCache(engine=engine, router=parts.router)
         self._is_serving = is_serving
         self._observation = observation
         self._inference = inference
@@ -122,7 +127,7 @@ class VllmEngineService:
         prepared: Prepared,
         replies: list[WorkerReply],
         running: RunningRequest,
-        call: Call,
+        call: RpcCall,
         *,
         timer: StallTimer,
         context: Context,
@@ -143,7 +148,7 @@ class VllmEngineService:
                         await timer.write(context, response)
 
     async def _prepare(
-        self, request: messages.GenerateRequest, call: Call, context: Context
+        self, request: messages.GenerateRequest, call: RpcCall, context: Context
     ) -> tuple[Prepared, WorkerRequest]:
         model = self._router.require_model()
         read = worker_request_of(request, info=model.info, config=self._parts.config)

@@ -13,10 +13,10 @@ from icehouse_server.domain.events import Finished
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import Pooling, Vector, finished
 from icehouse_server.errors import CannotFit, Reason
-from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
-from icehouse_server.rpc.messages.validation import refuse_value
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
@@ -47,7 +47,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
             return await self.embed(request, call)
 
-    async def embed(self, request: messages.EmbedRequest, call: Call) -> messages.EmbedResponse:
+    async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
         """Return a vector for each input; raises what refuses them."""
         model = self._router.require_model()
         whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
@@ -99,7 +99,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         return request.dimensions or info.embedding_size
 
     async def _read(
-        self, request: messages.EmbedRequest, model: ServedModel, call: Call
+        self, request: messages.EmbedRequest, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
         inputs: list[tuple[int, ...]] = []

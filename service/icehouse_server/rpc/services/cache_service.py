@@ -26,10 +26,11 @@ from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.calls.calls import Call, Context
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.cache_commands import CacheCommands
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.messages.field_checks import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
     cache_report_proto,
@@ -39,7 +40,6 @@ from icehouse_server.rpc.messages.responses import (
     verify_progress,
     verify_response,
 )
-from icehouse_server.rpc.messages.validation import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
@@ -52,7 +52,7 @@ class _Scoped(Protocol):
     def cache(self) -> cache_policy_pb2.CachePolicy: ...
 
 
-def scope_of(request: _Scoped, call: Call) -> CacheScope:
+def scope_of(request: _Scoped, call: RpcCall) -> CacheScope:
     """Return whose blocks a command is about; raises Forbidden. The adapter is checked with the prompt."""
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.adapter))
 
@@ -65,7 +65,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self._stall_timeout_s = parts.config.stall_timeout_s
         self._generation = parts.generation
         self._router = parts.router
-        self._commands = CacheCommands(engine=engine, router=parts.router)
+        self._commands = EngineCache(engine=engine, router=parts.router)
         self._stats = stats
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
@@ -106,7 +106,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 await timer.write(context, response)
 
     async def _warmed(
-        self, request: messages.WarmRequest, call: Call, *, on_stall: Callable[[], None] = lambda: None
+        self, request: messages.WarmRequest, call: RpcCall, *, on_stall: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[messages.WarmWithProgressResponse, None]:
         """Yield what there is to tell of a warm-up, `finished` last; closing it ends the request."""
         model = self._router.require_model()
@@ -150,7 +150,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self,
         command: Callable[[tuple[int, ...], CacheScope], CacheCommand],
         request: messages.PinRequest | messages.UnpinRequest,
-        call: Call,
+        call: RpcCall,
     ) -> PinReport:
         scope = scope_of(request, call)
         kind = request.WhichOneof("prompt")
@@ -178,7 +178,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                 messages.EvictWithProgressResponse(finished=to_proto(removed, messages.EvictResponse)),
             )
 
-    async def _target_of(self, request: messages.EvictRequest, call: Call) -> ListKnown:
+    async def _target_of(self, request: messages.EvictRequest, call: RpcCall) -> ListKnown:
         """Return what tells the blocks that are to be removed."""
         kind = request.WhichOneof("target")
         if kind is None:

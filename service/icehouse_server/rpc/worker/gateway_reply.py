@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.events import Delta, Event, Finished, FinishReason, PrefillProgress, Started
 from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
-from icehouse_server.rpc.worker.request import LogprobsShown
+from icehouse_server.rpc.worker.gateway_request import LogprobsShown
 
 FINISH_REASONS = {
     FinishReason.STOP_TOKEN: "stop",

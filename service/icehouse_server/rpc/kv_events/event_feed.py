@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import EventsExpired, EventsLost, Reason
-from icehouse_server.rpc.kv_events.events import (
+from icehouse_server.rpc.kv_events.block_mirror import BlockMirror, Held
+from icehouse_server.rpc.kv_events.kv_event_types import (
     BlockRemoved,
     BlocksCleared,
     BlockStored,
@@ -23,7 +24,6 @@ from icehouse_server.rpc.kv_events.events import (
     KvEvent,
     SnapshotChunk,
 )
-from icehouse_server.rpc.kv_events.mirror import BlockMirror, Held
 
 
 class EventFeed:
