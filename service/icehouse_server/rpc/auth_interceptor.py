@@ -45,7 +45,7 @@ _TURN_COUNT = 16
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before all methods, ours and gRPC's own. Owned by the event loop."""
+    """Stands before all methods, gRPC's own included. Owned by the event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
     ) -> None:
-        """`run_long` does what takes long off the event loop: it takes the work and `size_bytes`."""
+        """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
         self._authenticator = authenticator
         self._calls = calls
         self._health_is_open = config.security.health_open
@@ -96,8 +96,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     if not inspect.isasyncgenfunction(behaviour):
                         async with self._turn(METHODS[method]):
                             response = await behaviour(request, context)
-                        # None: a stream that has written its own, or a status that was only set, as
-                        # channelz does.
+                        # None: a stream that has written its messages itself, or channelz, which only sets a
+                        # status.
                         if response is not None:
                             response = _encoded(handler, response)
                             await self._answer(method, context, response)
@@ -133,7 +133,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         )
 
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
-        """Return the call's request, or end the call with a status; what it takes up is held."""
+        """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
         await self._refusing(method, context, lambda: held.enter_context(self._let_in(method, context)))
         row = METHODS[method]
         timeout_s = self._message_timeout_s
@@ -143,7 +143,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         try:
             async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
-                    # How long a message is nobody knows before it is there.
+                    # How long the message is, nobody knows before it is there.
                     memory = await self._memory.take(callers.origin.get(), self._message_byte_limit)
                     held.callback(memory.release)
                 data = await context.read()
@@ -158,7 +158,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             await self._refuse(method, context, error)
 
     def _admission(self, row: Method, timer: asyncio.Timeout) -> contextlib.AbstractAsyncContextManager[None]:
-        # Of health callers hear to the end.
+        # Health checks are answered until the very end.
         if row.pool is CallPool.HEALTH:
             return contextlib.nullcontext()
         return self._calls.admission(timer)
@@ -173,8 +173,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return await self._run_long(lambda: _parsed(handler, data, row), size_bytes=len(data))
 
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait until the caller may have one more command carried out: answers that come all together would
-        keep the event loop from everybody else's."""
+        """Wait until the caller may run one more command: answers that come all at once would keep the event
+        loop busy."""
         if row.pool is CallPool.COMMANDS and row.place is WorkPlace.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
@@ -189,7 +189,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         )
 
     async def _refusing(self, method: str, context: Context, step: Callable[[], Any]) -> Any:
-        """Return what `step` does; what it raises becomes the call's status and log line."""
+        """Return what `step` returns; what it raises becomes the call's status and log line."""
         try:
             return step()
         except Exception as error:
@@ -197,7 +197,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
-        """End a call that brings no deadline when its method's has passed, and any when the server stops."""
+        """End a call without a deadline when its method's has passed, and any call when the server stops."""
         deadline_s = METHODS[method].deadline_s
         limit = Limit(deadline_s if context.time_remaining() is None else None)
         set_limit(limit)
@@ -210,12 +210,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 has_ended = bool(context.code())
                 if has_ended:
-                    # Its status waits for a reader already.
+                    # Its status is already waiting for its reader.
                     raise asyncio.CancelledError from None
                 await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
     async def _answer(self, method: str, context: Context, response: answers.AnswerMessage) -> None:
-        """Write an answer, or end the call with a status where its caller leaves too much unread."""
+        """Write an answer, or end the call with a status if its caller leaves too much unread."""
         try:
             await answers.write(context, response)
         except (Overloaded, CannotFit) as error:
@@ -233,7 +233,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
-        # Before the place, so that a refusal is known to be this caller's.
+        # Before the place is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
         with contextlib.ExitStack() as places:
             if (own := self._caller_shares.get(method)) is not None:
@@ -263,7 +263,7 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
 
 
 def _encoded(handler: Any, response: Any) -> Encoded:
-    """Return an answer's bytes, so that the message itself is not held while they are on their way."""
+    """Return an answer's bytes, so that the message is not kept while they are sent."""
     return response if isinstance(response, Encoded) else Encoded(handler.response_serializer(response))
 
 
@@ -299,11 +299,11 @@ _PART_COUNT = 8
 
 @contextlib.asynccontextmanager
 async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raise TimeoutError out of the block once the loop has had so long for it; the timer may be moved up.
+    """Raise TimeoutError out of the block after so long; the timer may be rescheduled.
 
-    As asyncio.timeout, for what has not come although the loop looked for it. When the loop stands still, a
-    plain timer and what came meanwhile are due in the same turn, and the timer wins. This one is made of
-    short parts: a standstill, however long, uses up one of them, and the others are time to see what came.
+    With asyncio.timeout, an event loop that was blocked finds the timer and the message due in the same turn,
+    and the timer wins. This one runs in short parts: a blocked loop, however long, uses up one of them, and
+    the others are time to read the message.
     """
     loop = asyncio.get_running_loop()
     part: asyncio.TimerHandle | None = None

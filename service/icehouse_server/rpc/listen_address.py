@@ -1,7 +1,4 @@
-"""Addresses the server listens on, and a clear error when it cannot.
-
-gRPC's channel arguments from the settings, each with its reason.
-"""
+"""Listening addresses: binding them, checking that they are safe, and gRPC's options for connections."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ _logger = logging.getLogger("icehouse_server.rpc.address")
 UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
 _LINK_LIMIT = 40
-"""Links on the way to a file that Linux follows."""
+"""Links in a path that Linux follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SocketFile:
-    """A Unix socket in the file system, told from another one of its name."""
+    """A Unix socket in the file system, distinguished from another one of the same name."""
 
     path: Path
     device: int
@@ -45,7 +42,7 @@ class SocketFile:
         return cls(path, found.st_dev, found.st_ino)
 
     def remove(self) -> None:
-        """Remove it if it is still there: another server may listen at its name by now."""
+        """Remove it unless another server has its own socket at this name by now."""
         with contextlib.suppress(FileNotFoundError):
             if SocketFile.at(self.path) == self:
                 self.path.unlink()
@@ -58,7 +55,7 @@ class Bound:
     address: str
     """As clients write it."""
     socket_file: SocketFile | None = None
-    """What is to be removed when it has stopped."""
+    """To be removed after the stop."""
 
 
 def bind(
@@ -90,7 +87,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(config: ServerConfig, security: SecurityConfig) -> None:
-    """Raise StartError for an address that others reach without TLS or proof, unless that is allowed."""
+    """Raise StartError for an address that others can reach without TLS or credentials, unless that is
+    allowed."""
     missing = _missing_at(config, security)
     if not missing or security.allow_insecure_public:
         return
@@ -103,9 +101,9 @@ def check_address(config: ServerConfig, security: SecurityConfig) -> None:
 
 
 def check_free(config: ServerConfig) -> None:
-    """Raise StartError for an address that cannot be had: somebody listens there, or the system refuses.
+    """Raise StartError for an address that cannot be bound: it is in use, or the system refuses.
 
-    Takes nothing: what is free now may be taken by the time the server binds it.
+    Binds nothing, so it may be taken by the time the server binds it.
     """
     if config.uds is not None:
         _check_socket(Path(config.uds).expanduser())
@@ -114,7 +112,7 @@ def check_free(config: ServerConfig) -> None:
 
 
 def _missing_at(config: ServerConfig, security: SecurityConfig) -> str:
-    """Return what the address should have and lacks; nothing where only this machine reaches it."""
+    """Return what the address lacks; nothing if only this machine can reach it."""
     if config.uds is not None or is_loopback(config.host):
         return ""
     missing = []
@@ -141,7 +139,7 @@ def _bind_tcp(
 
 
 def _tcp_error(*, host: str, port: int) -> StartError:
-    # gRPC says only that it failed; the system says why.
+    # gRPC says only that it failed, so the system is asked why.
     cause = _try_to_listen(host=host, port=port)
     metadata = {"host": host, "port": port}
     if cause is not None and cause.errno == errno.EACCES:
@@ -177,17 +175,17 @@ def _try_to_listen(*, host: str, port: int) -> OSError | None:
 
 
 def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
-    # gRPC removes what lies at the name that it bound when it stops, whosever that is by then: it is given a
-    # name of its own, and never the one that clients know.
+    # At its stop gRPC removes whatever is at the name that it bound, also another server's socket. So it gets
+    # a name of its own, and never the one that clients know.
     own_path = path.with_name(f".{secrets.token_hex(2)}")
     size_bytes = max(len(os.fsencode(path)), len(os.fsencode(own_path)))
     if size_bytes > UDS_PATH_BYTE_LIMIT:
         raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
     _prepare_folder(path)
     _check_socket(path)
-    # The socket's own permissions are the credentials of its peers: the system lets nobody connect but
-    # its owner, and the mask leaves no moment in which it would. gRPC tells no more about a peer: its
-    # auth context for such a socket holds no user id.
+    # The socket's permissions are the credentials of its peers: only its owner may connect, and the mask
+    # makes that true from the first moment. gRPC says no more about such a peer: its auth context has no user
+    # id.
     old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
     try:
         server.add_insecure_port(f"unix:{own_path}")
@@ -202,7 +200,7 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
 def _check_socket(path: Path) -> None:
     if not path.exists():
         return
-    # gRPC would replace the socket of a running server without a word.
+    # gRPC would silently replace the socket of a running server.
     if not path.is_socket():
         raise _uds_error(path, "a file that is no socket is there")
     if _somebody_listens(path):
@@ -210,7 +208,7 @@ def _check_socket(path: Path) -> None:
 
 
 def _prepare_folder(path: Path) -> None:
-    """Make the socket's folder if it is not there, and refuse one in which others could swap the socket."""
+    """Make the socket's folder if it is missing, and refuse one in which others could replace the socket."""
     folder = path.parent
     if not os.path.lexists(folder) and folder.parent.is_dir():
         folder.mkdir(mode=stat.S_IRWXU)
@@ -227,8 +225,8 @@ def _prepare_folder(path: Path) -> None:
 
 
 def _folders_on_way(folder: Path) -> Iterator[Path]:
-    """Yield each folder that is passed on the way to one that exists, those that links are in too, and the
-    folder itself: whoever may write one of them decides where the way leads."""
+    """Yield each folder on the way to an existing one, including those of links, and the folder itself:
+    whoever may write one of them decides where the path leads."""
     left, reached, link_count = list(reversed(folder.parts[1:])), Path(folder.anchor), 0
     while True:
         yield reached
@@ -241,7 +239,7 @@ def _folders_on_way(folder: Path) -> Iterator[Path]:
             left += [part for part in reversed(target.parts) if part != target.anchor]
             reached = Path(target.anchor) if target.is_absolute() else reached
         else:
-            # What lies behind ".." is where the system says, not what is written before it.
+            # The system decides where ".." leads, not the folder written before it.
             reached = following.resolve()
 
 
@@ -250,7 +248,7 @@ def _somebody_listens(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except OSError:
-            # Refused: a socket file that a killed server left behind.
+            # Refused: a killed server left its socket file behind.
             return False
     return True
 
@@ -264,7 +262,7 @@ def _uds_error(path: Path, what: str) -> StartError:
 
 
 _PENDING_CALL_LIMIT = 1 << 14
-"""Of 32 connections at their stream limit; 1,170 calls that are refused took 0.4 s (2-core x86)."""
+"""Of 32 connections at their stream limit; refusing 1,170 calls took 0.4 s (2-core x86)."""
 
 _UNLIMITED_MS = 2**31 - 1
 """What gRPC takes for "never"."""
@@ -281,19 +279,20 @@ def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[t
         ("grpc.enable_channelz", int(server.channelz_enabled)),
         ("grpc.max_allowed_incoming_connections", connection.connection_limit),
         ("grpc.max_concurrent_streams", connection.stream_limit),
-        # Calls that came and were not taken up yet, everybody's: beyond the first limit gRPC ends some at
-        # random, beyond the second all. A burst of one caller's was enough for it, and is refused in order.
+        # Calls of everybody that have arrived and were not taken up yet. Beyond the first limit gRPC ends
+        # some at random, beyond the second all. One caller's burst must not do that; such calls are refused
+        # in order.
         ("grpc.server.max_pending_requests", _PENDING_CALL_LIMIT),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALL_LIMIT),
-        # The soft limit turns calls away at random from half of the hard one on; one limit is enough.
+        # From half of the hard limit on, the soft limit refuses calls at random. One limit is enough.
         ("grpc.max_metadata_size", connection.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),
         ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
-        # Notice a caller whose machine has vanished: its sequence costs memory.
+        # Notice a caller whose machine has vanished: its request takes memory.
         ("grpc.keepalive_time_ms", _ms(connection.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
-        # Gateways ping every 10 s, calls or not; gRPC's own limit of 5 minutes would cut them off. What
-        # comes faster is counted, and the third such ping ends the connection with too_many_pings.
+        # Gateways ping every 10 s, with or without calls, and gRPC's own limit of 5 minutes would cut them
+        # off. The third ping that comes too fast ends the connection with too_many_pings.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
         ("grpc.http2.max_ping_strikes", 2),

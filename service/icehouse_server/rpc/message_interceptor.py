@@ -26,15 +26,15 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES
 
 FIELD_LIMIT = 1 << 16
-"""Fields of one request: of 4,096 messages of a chat, sixteen each. So many are parsed in 2 ms."""
+"""Fields of one request, such as 4,096 messages of a chat with sixteen each. They are parsed in 2 ms."""
 SCANNED_FIELD_LIMIT = 1000
-"""A message with more fields at its top has too many stop strings, and is refused for that."""
+"""A message with more top-level fields has too many stop strings, and is refused for that."""
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Looks at the bytes of every request with a prompt; `services` are served beside the API.
+    """Checks the bytes of every request with a prompt; `services` are served beside the API.
 
-    The bytes are read where the interceptor outside has them parsed: in any thread.
+    This runs in any thread, as parsing does.
     """
 
     def __init__(self, services: Sequence[ServiceDescriptor] = ()) -> None:
@@ -49,7 +49,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's own handler, behind the check where there is something to check."""
+        """Return the method's own handler, with the check if the method needs one."""
         handler = await continuation(handler_call_details)
         descriptor = self._inputs.get(handler_call_details.method)
         if handler is None or descriptor is None:
@@ -73,9 +73,9 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
 
 def check_fields(data: bytes, descriptor: Descriptor) -> None:
-    """Refuse a message that sets two fields of one oneof, or a long one that has too many fields.
+    """Refuse a message that sets two fields of one oneof, or a long one with too many fields.
 
-    Raises InvalidRequest. What is no message at all is left to the parser.
+    Raises InvalidRequest. Bytes that are no message are left to the parser.
     """
     if len(data) > LONG_MESSAGE_BYTES and has_more_fields(data, descriptor, limit=FIELD_LIMIT):
         raise InvalidRequest(
@@ -124,11 +124,11 @@ def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _VARINT_BYTES = 10
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4, 3: 0, 4: 0}
-"""Bytes of what has always as many; the ends of a group have none."""
+"""Sizes of values of fixed length; the ends of a group have none."""
 
 
 class Field(NamedTuple):
-    """One field: its number, and where what it holds begins and ends."""
+    """One field: its number, and where its value begins and ends."""
 
     number: int
     start: int
@@ -140,7 +140,7 @@ class Field(NamedTuple):
 def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
     """Yield the fields of the message in data[start:stop], as far as it is well formed.
 
-    Of a group, which proto3 does not write, the fields inside are told as if they stood beside it.
+    The fields of a group, which proto3 does not write, count as fields beside it.
     """
     position = start
     try:
@@ -162,14 +162,14 @@ def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
             yield Field(tag >> 3, position, position + size_bytes, kind == _LENGTH)
             position += size_bytes
     except IndexError:
-        # In the middle of a number: the parser will say so.
+        # In the middle of a number: the parser will complain.
         return
 
 
 def has_more_fields(data: bytes, descriptor: Descriptor, *, limit: int) -> bool:
-    """Return whether a message has more fields than `limit`, those of the messages in it included.
+    """Return whether a message has more fields than `limit`, including those of nested messages.
 
-    A list of many short messages is seen before any of them is looked into.
+    Level by level, so that a long list is noticed before its messages are read. Counting stops at the limit.
     """
     count = 0
     waiting = deque([(descriptor, 0, len(data))])
@@ -192,9 +192,9 @@ def _messages_in(descriptor: Descriptor) -> Mapping[int, Descriptor]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number and where the next thing begins; raises IndexError where it has no end in time."""
+    """Return a number and the position after it; raises IndexError if it does not end in time."""
     value = 0
-    # Longer ones are no numbers of 64 bits; adding up one as long as a message would take hours.
+    # A 64-bit number is never longer, and adding up one as long as a message would take hours.
     for shift in range(0, 7 * _VARINT_BYTES, 7):
         byte = data[position]
         position += 1

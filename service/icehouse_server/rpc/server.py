@@ -60,16 +60,16 @@ SERVICE_NAMES = (
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 _TURN_S = 0.02
-"""A stop waits in turns of the event loop: while it stands still, none pass."""
+"""A stop counts turns of the event loop, so that a blocked loop does not use up the time."""
 _FLUSH_TURNS = 25
-"""For the last answers and statuses to leave after their calls have ended."""
+"""For the last answers and statuses to be sent after their calls have ended."""
 _QUIET_TURNS = 2
-"""Without a new call until the port is closed: gRPC cancels calls that it has and nobody took up yet."""
+"""Turns without a new call until the port is closed: gRPC cancels calls that nobody has taken up."""
 _HEARD_TURNS = 50
-"""The same where somebody has called since the stop: a balancer asks once a second for health."""
+"""The same if somebody has called since the stop: a balancer checks health once a second."""
 _LONGEST_TURNS = 150
 _CLOSE_S = 0.5
-"""How long gRPC may wait for calls whose answers nobody takes."""
+"""How long gRPC may wait for calls whose answers nobody reads."""
 
 
 def draw_seed() -> int:
@@ -100,7 +100,7 @@ class RpcServer:
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
         self.security = ServerSecurity(config.security, clock=clock)
-        """Certificates and tokens, looked at again every while."""
+        """Certificates and tokens, refreshed at an interval."""
         self._prompts = PromptReader.of(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
@@ -116,7 +116,7 @@ class RpcServer:
             heartbeat_timeout_s=config.server.stuck_timeout_s,
             stall_timeout_s=config.server.stall_timeout_s,
         )
-        """The health service, after the engine's state and heartbeat."""
+        """The health service, by the engine's state and heartbeat."""
         auth_interceptor = AuthInterceptor(
             config,
             authenticator=self.security.authenticator,
@@ -124,8 +124,8 @@ class RpcServer:
             run_long=self._prompts.run,
         )
         message_interceptor = MessageInterceptor(worker.services if worker is not None else ())
-        # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
-        # before anything else is looked at.
+        # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
+        # before anything else.
         self._server = grpc.aio.server(
             options=server_options(config.server, config.connection),
             interceptors=(self._observation.interceptor, auth_interceptor, message_interceptor),
@@ -162,7 +162,7 @@ class RpcServer:
 
     @property
     def status(self) -> StatusReader:
-        """What a status page shows."""
+        """What the status page shows."""
         return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
@@ -174,7 +174,7 @@ class RpcServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._calls.wait_idle()
-        # Health watchers, who would stay for ever.
+        # Health watchers, which would never end.
         self._calls.cut_endless()
         if grace_s:
             await self._refuse_latecomers()
@@ -188,7 +188,7 @@ class RpcServer:
             self._bound.socket_file.remove()
 
     async def _refuse_latecomers(self) -> None:
-        """Return when no new calls come any more, or so many turns later."""
+        """Return when no new calls come, or after the longest wait."""
         calls, quiet_count, wanted_count = self._calls, 0, _QUIET_TURNS
         for turn in range(_LONGEST_TURNS):
             refused_count = calls.refused_count
@@ -202,7 +202,7 @@ class RpcServer:
                 return
 
     async def _flush(self) -> None:
-        """Return when all calls have ended; one whose reader takes nothing is not waited for longer."""
+        """Return when all calls have ended, or after a short while if readers take nothing."""
         for _ in range(_FLUSH_TURNS):
             if not self._calls.open_count:
                 return
@@ -240,7 +240,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
-            # Of an optional extra: only who is a gateway's worker has it.
+            # Part of an optional extra: only a gateway's worker has it.
             from icehouse_server.rpc.worker.vllm_engine_service import SERVICE_NAME, VllmEngineService
 
             VllmEngineService(
@@ -283,7 +283,7 @@ class RpcServer:
 
 CORE_LOGGER_NAME = "grpc._cython.cygrpc"
 _LOST_ANSWER = "ExecuteBatchError"
-"""Names private to grpc: a test holds them to what is installed."""
+"""Names private to grpc: a test compares them with the installed version."""
 
 _logger = logging.getLogger("icehouse_server.rpc.grpc_log")
 
@@ -294,7 +294,7 @@ def quiet_lost_answers() -> None:
     It happens when a caller leaves just as its answer is sent. grpc.aio logs an error with a traceback, with
     which any caller could fill the log.
     """
-    # The same function is added once, however often.
+    # A function is added only once, however often this is called.
     logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_kept)
 
 

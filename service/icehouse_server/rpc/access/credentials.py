@@ -34,11 +34,11 @@ from icehouse_server.small_file import read_small_file
 _logger = logging.getLogger("icehouse_server.rpc.access.credentials")
 
 _SLOW_S = 10.0
-"""A look that takes longer is told of."""
+"""A refresh that takes longer is logged."""
 
 
 class ServerSecurity:
-    """What the server shows of itself and wants to see of others. Owned by the event loop."""
+    """The server's own credentials and its check of others'. Owned by the event loop."""
 
     def __init__(self, config: SecurityConfig, *, clock: Clock) -> None:
         self._interval_s = config.reload_s
@@ -68,7 +68,7 @@ class ServerSecurity:
                 )
 
     async def run(self) -> None:
-        """Look at the files at the interval, each kind by itself, until cancelled."""
+        """Refresh all files at the interval, each kind in its own task, until cancelled."""
         async with asyncio.TaskGroup() as looks:
             for name, refresh in self._refreshes().items():
                 looks.create_task(self._keep_looking(name, refresh), name=f"security of {name}")
@@ -79,13 +79,13 @@ class ServerSecurity:
             await self._refresh_one(name, refresh)
 
     async def refresh(self) -> None:
-        """Look at the files now. What cannot be used is logged once and changes nothing."""
+        """Refresh all files now. A file that cannot be used is logged once and changes nothing."""
         await asyncio.gather(
             *(self._refresh_one(name, refresh) for name, refresh in self._refreshes().items())
         )
 
     def _refreshes(self) -> dict[str, Callable[[], bool]]:
-        """Return what looks at each kind of file. Where one is out of reach, the others are looked at."""
+        """Return the refresh of each kind of file. One that hangs does not stop the others."""
         found: dict[str, Callable[[], bool]] = {}
         if self._tokens is not None:
             found["tokens"] = functools.partial(self._refresh_tokens, self._tokens)
@@ -113,8 +113,8 @@ class ServerSecurity:
                 )
             return
         except Exception as error:
-            # A fault of ours: the next look, at files that somebody may have mended, must come all the same.
-            # Not the repr: that of an error in decoding holds the whole file.
+            # A bug of ours: the next refresh must still come. Not logged as repr: that of a decoding error
+            # holds the whole file.
             if self._is_new(name, detail := f"{type(error).__name__}: {error}"):
                 _logger.exception("old_secrets_kept", extra={"kind": name, "detail": detail})
             return
@@ -123,15 +123,16 @@ class ServerSecurity:
             _logger.info("new_secrets_taken", extra={"kind": name})
 
     async def _in_own_thread(self, name: str, refresh: Callable[[], bool]) -> bool:
-        """Return what a look returns, however long it takes: a file may lie in a network that hangs.
+        """Return what a refresh returns, however long it takes: the file may be on a network disk that hangs.
 
-        The thread is this look's alone and keeps nobody from ending, neither the others nor the process.
+        The thread is a daemon and used for this refresh only, so it keeps neither the others nor the process
+        waiting.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bool] = loop.create_future()
 
         def tell(end: Callable[[], object]) -> None:
-            # By now the server may have ended, and the loop with it.
+            # The server may have ended by now, and the loop with it.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: answer.done() or end())
 
@@ -157,7 +158,7 @@ class ServerSecurity:
         return await answer
 
     def _is_new(self, name: str, detail: str) -> bool:
-        """Whether this was not what was wrong the last time."""
+        """Whether the last error of this kind was another one."""
         was, self._logged[name] = self._logged.get(name), detail
         return was != detail
 
@@ -170,7 +171,7 @@ _NAME_BYTE_LIMIT = 128
 
 
 class Authenticator:
-    """Knows who calls. Owned by the event loop."""
+    """Finds out who calls. Owned by the event loop."""
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class Authenticator:
 class Certificates:
     """Certificate, key and client authorities from files.
 
-    Each `refresh` may run on a thread of its own: where one file cannot be had, the others are read.
+    Each refresh may run in a thread of its own, so that one file that hangs does not stop the others.
     """
 
     def __init__(self, *, certificate: Path, key: Path, client_ca: Path | None) -> None:
@@ -261,7 +262,7 @@ class Certificates:
         return bool(stat.S_IMODE(self._key.stat().st_mode) & 0o077)
 
     def refresh_authorities(self) -> bool:
-        """Read the authorities that clients' certificates are of; True when they had changed.
+        """Read the authorities of client certificates; True if they have changed.
 
         Raises StartError for a file that holds none. The ones known before then stay.
         """
@@ -281,7 +282,7 @@ class Certificates:
         return True
 
     def refresh_pair(self) -> bool:
-        """Read the certificate and its key again; True when they had changed.
+        """Read the certificate and its key again; True if they have changed.
 
         Raises StartError for files that make no certificate. The one known before then stays.
         """
@@ -290,7 +291,7 @@ class Certificates:
             return False
         self._check_pair()
         if self._read_pair() != found:
-            # Being replaced right now; the next look finds them at rest.
+            # They are being replaced right now; the next refresh finds them complete.
             return False
         with self._lock:
             self._pair = found
@@ -310,7 +311,7 @@ class Certificates:
         )
 
     def _current(self) -> grpc.ServerCertificateConfiguration:
-        # Asked before each handshake, on a thread of gRPC's: nothing here may wait.
+        # gRPC asks before each handshake, in a thread of its own: nothing here may wait.
         assert self._configuration is not None, "the certificate was not read before it was to be used"
         return self._configuration
 

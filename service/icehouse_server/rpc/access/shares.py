@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from icehouse_server.errors import Overloaded, Reason
 
 RETRY_S = 1.0
-"""When to come back after being refused for a number; calls last seconds."""
+"""When to try again after a refusal; calls last seconds."""
 
 
 class FairShare:
-    """Places, or bytes, that are taken or refused, never waited for.
+    """Places, or bytes, that a caller gets or is refused; nobody waits for them.
 
     With `most` no caller gets more than that, however much is free.
     """
@@ -36,8 +36,7 @@ class FairShare:
 
     @contextlib.contextmanager
     def place(self, origin: str, amount: int = 1) -> Iterator[None]:
-        """Hold a place, or so many, until the block ends; raises Overloaded when the caller may have no more
-        now."""
+        """Hold places until the block ends; raises Overloaded when the caller may have no more now."""
         self.take(origin, amount)
         try:
             yield
@@ -45,7 +44,7 @@ class FairShare:
             self.give_back(origin, amount)
 
     def take(self, origin: str, amount: int = 1) -> None:
-        """Hold as many from now on, until they are given back; raises as `place` does."""
+        """Hold places until they are given back; raises as `place` does."""
         held, more = self._held.get(origin, 0), amount - 1
         free = self.limit - self._total - more
         if free <= 0 or held + more >= min(self._factor * free, self._most):
@@ -54,7 +53,7 @@ class FairShare:
         self._total += amount
 
     def give_back(self, origin: str, amount: int = 1) -> None:
-        """Hold as many less."""
+        """Give places back."""
         self._total -= amount
         self._held[origin] -= amount
         if not self._held[origin]:
@@ -93,13 +92,16 @@ class Hold:
             self.amount = amount
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Give all of it back."""
         self.shrink(0)
 
 
 class FairQueue:
-    """An amount of which callers take parts, waiting for their turns: one caller after the other, and of
-    each the oldest first. Without a `factor` one caller may hold all of it while nobody else waits."""
+    """An amount that callers share, waiting for their turns: round-robin over callers, first come first
+    served for each.
+
+    Without a `factor` one caller may hold all of it while nobody else waits.
+    """
 
     def __init__(self, *, capacity: int, factor: float | None = None) -> None:
         assert capacity >= 1, capacity
@@ -117,7 +119,7 @@ class FairQueue:
         return sum(len(queue) for queue in self._waiting.values())
 
     async def take(self, origin: str, amount: int = 1) -> Hold:
-        """Wait for the caller's turn. More than there is counts as all there is."""
+        """Wait for the caller's turn. An amount above the capacity counts as the capacity."""
         amount = min(amount, self.capacity)
         if self._waiting or not self._fits(origin, amount):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,7 +148,7 @@ class FairQueue:
             hold.release()
 
     def give_back(self, origin: str, amount: int) -> None:
-        """Take back what a caller held, and hand it out again."""
+        """Take back what a caller held and give it to those who wait."""
         self._total -= amount
         self._held[origin] -= amount
         if not self._held[origin]:
@@ -191,7 +193,7 @@ class FairQueue:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Have something done on the event loop, from another thread; nothing when it has ended."""
+    """Run a function on the event loop, from another thread; do nothing if the loop has ended."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
@@ -201,15 +203,14 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> No
 
 
 _KEPT_COUNT = 1024
-"""Callers that are remembered; those whose turn has passed are let go first."""
+"""Callers that are remembered; those whose turn has passed are forgotten first."""
 
 
 class Pace:
-    """A schedule for each caller: so many at once, then so many a second. Times of any one clock.
+    """A rate limit for each caller: a burst, then so many turns a second. Times of any one clock.
 
     A refused call takes the event loop nearly as long as a short one that is served, and one with a long
-    message as long as many. So the first refusals of a caller are told at once, and beyond so many in a
-    second each waits for its turn, up to some time. Subscribers to KV events wait likewise.
+    message as long as many. So a caller's first refusals are sent at once, and later ones are delayed.
     """
 
     def __init__(self, *, rate_per_s: float, burst_count: int) -> None:
@@ -218,9 +219,9 @@ class Pace:
         self._due_times: dict[str, float] = {}
 
     def delay_s(self, origin: str, *, now: float, longest_s: float, turn_count: float = 1) -> float:
-        """Return how long the end of a caller's next turns is away, and count them."""
+        """Count a caller's next turns, and return how long to wait until they are due."""
         due_time = self._due_time(origin, now=now, turn_count=turn_count)
-        # Nobody falls behind by more than it may be kept waiting.
+        # Nobody gets further behind than the longest delay.
         self._due_times[origin] = due_time = min(due_time, now + longest_s)
         if len(self._due_times) > _KEPT_COUNT:
             self._forget(now)
@@ -229,7 +230,7 @@ class Pace:
     def take(self, origin: str, *, now: float) -> bool:
         """Count a caller's next turn if it is due; say whether it was."""
         due_time = self._due_time(origin, now=now, turn_count=1)
-        # What a clock's float loses in so many steps is no turn.
+        # Rounding errors of so many additions must not cost a turn.
         if due_time > now + 1e-6:
             return False
         self._due_times[origin] = due_time

@@ -1,13 +1,12 @@
-"""Tenant accounts: what each runs, what it used, and when it has had its share.
+"""Tenant accounts: what each tenant runs, what it has used, and when it has had its share.
 
-Counted at the edge, where every request begins and ends, so that the inference thread keeps nothing
-but the running share. Bounded: names that callers make up push out the ones that are idle longest.
+Counted at the edge, where every request begins and ends. The number of accounts is bounded: names that
+callers make up push out the accounts that are idle longest.
 
-Tokens per minute for one tenant: a bucket that fills steadily and may be drawn below empty.
-
-A request reserves its prompt and all the output it may ask for, so that many at once cannot overdraw
-together; what it did not use goes back at its end. One that asks for more than a whole bucket is let
-in when the bucket is full: it then owes the rest, and the next ones wait for that.
+Tokens per minute are a bucket that fills steadily. A request reserves its prompt and all the output it may
+ask for, so that many at once cannot overdraw together. What it did not use goes back at its end. A request
+that asks for more than a whole bucket is let in when the bucket is full. It then owes the rest, and later
+requests wait for that.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from icehouse_server.engine.core.refusals import too_many_completions
 from icehouse_server.errors import InvalidRequest, Overloaded, Reason
 
 ACCOUNT_LIMIT = 1024
-"""Accounts kept. Only idle ones are let go, so a busy house may hold more for a while."""
+"""Accounts that are kept. Only idle ones are dropped, so a busy server may hold more for a while."""
 
 WAITING_RETRY_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class Account:
-    """One tenant's numbers since the account was opened, and what it may still use."""
+    """One tenant's numbers since the account was opened, and its token budget."""
 
     use: TenantUse
     budget: TokenBudget | None
@@ -70,7 +69,7 @@ class Stay:
         account.use.prompt_token_total += self._prompt_token_count
 
     def note(self, event: Event) -> None:
-        """Follow the request: it started, it drew tokens, it finished."""
+        """Follow the request's events."""
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
             self._account.use.waiting_count -= 1
@@ -84,7 +83,7 @@ class Stay:
             self._output_token_count = event.usage.output_token_count
 
     def end(self) -> None:
-        """Close the request, however it ended: a started one has used its prompt and what it drew."""
+        """Close the request. One that has started is charged its prompt and its output."""
         if self._has_started:
             self._account.use.running_count -= 1
             self._counts.running_count -= 1
@@ -107,7 +106,7 @@ class Tenants:
         self._clock = clock
         self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
         self.counts = QueueCounts()
-        """Of all accounts together; an account that is let go has none of them."""
+        """Of all accounts together."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(tuple(self._accounts.values()))
@@ -123,8 +122,8 @@ class Tenants:
 
     @contextlib.contextmanager
     def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
-        """Account for requests of one tenant until the block ends; raises Overloaded when it has its share,
-        InvalidRequest when so many never fit into it."""
+        """Count requests of one tenant until the block ends; raises Overloaded when the tenant has had its
+        share, and InvalidRequest for more requests than could ever fit."""
         account = self._account(requests[0].tenant)
         try:
             self._check(account, requests)
@@ -141,9 +140,9 @@ class Tenants:
                 stay.end()
 
     def charge(self, tenant: Tenant, token_count: int) -> None:
-        """Count tokens that no request runs for; raises Overloaded when the tenant has had its share.
+        """Charge tokens for which no request runs; raises Overloaded when the tenant has had its share.
 
-        With 0 only that is looked at, before work whose tokens are known when it is done.
+        0 only checks, before work whose tokens are known when it is done.
         """
         if not self.limits.tokens_per_minute:
             return
@@ -235,18 +234,18 @@ class TokenBudget:
 
     @property
     def level(self) -> int:
-        """Tokens there now; below zero while more was used than has come back."""
+        """Tokens in it now; negative while more was used than has come back."""
         self._fill()
         return int(self._level)
 
     def wait_s(self, token_count: int) -> float:
-        """Return how long until so many tokens may be reserved; 0 when they may be now."""
+        """Return how long to wait until so many tokens may be reserved; 0 for now."""
         self._fill()
         missing = min(token_count, self.limit) - self._level
         return max(0.0, missing * _MINUTE_S / self.limit)
 
     def reserve(self, token_count: int) -> None:
-        """Take tokens out, beyond the bottom if need be."""
+        """Take tokens out; the level may become negative."""
         self._fill()
         self._level -= token_count
 

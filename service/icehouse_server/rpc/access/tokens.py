@@ -1,7 +1,7 @@
 """Bearer tokens: hashed in a file, compared in constant time, read again when the file changes.
 
-SHA-256 and not a slow hash such as scrypt: a token is 32 random bytes, which no dictionary holds and
-nobody can try out, so slowness would protect nothing and cost every call its 50 ms of CPU.
+SHA-256 is enough, and a slow hash such as scrypt would cost every call 50 ms of CPU: a token is 32 random
+bytes, which nobody can guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.small_file import read_small_file
 
 TOKEN_PREFIX = "icehouse_"
-"""Lets scanners of repositories and logs know one when they see it."""
+"""Lets scanners of repositories and logs recognise one."""
 
 TOKEN_COUNT_LIMIT = 1000
 """Each call is compared with every token."""
@@ -47,7 +47,7 @@ def new_token() -> str:
 
 
 def digest_of(token: str) -> bytes:
-    """Return what is kept of a token."""
+    """Return the hash that is kept of a token."""
     return hashlib.sha256(token.encode("utf-8")).digest()
 
 
@@ -92,7 +92,7 @@ class TokenFile:
         """Return whose token this is; None for a token that is unknown or has expired at wall time `now`."""
         wanted = digest_of(token)
         found = None
-        # Through to the end whether found or not: how long it takes tells nothing.
+        # Never stops early, so that the time it takes says nothing about the tokens.
         for known in self._tokens:
             if hmac.compare_digest(known.digest, wanted):
                 found = known
@@ -143,7 +143,7 @@ def _expire_time_of(text: str | None) -> float:
         return _NEVER
     last_day = datetime.date.fromisoformat(text)
     if last_day == datetime.date.max:
-        # 9999-12-31, which is how some say never: there is no day after it.
+        # 9999-12-31, which some use for never: there is no day after it.
         return _NEVER
     end = datetime.datetime.combine(last_day, datetime.time(), tzinfo=datetime.UTC)
     return (end + datetime.timedelta(days=1)).timestamp()

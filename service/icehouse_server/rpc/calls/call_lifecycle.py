@@ -1,4 +1,4 @@
-"""Calls: what each shares with all, the deadline, errors to statuses, draining."""
+"""Calls: one call from its begin to its status, with deadline, errors, log records and draining."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ REFUSAL_BURST_COUNT = 64
 _REFUSED_BYTES_PER_TURN = 256 << 10
 """A refused request of so many bytes counts as one more refusal."""
 _LONGEST_S = 1.0
-"""A balancer wants to hear soon that another server is to be tried."""
+"""A balancer should soon hear that it must try another server."""
 _LONGEST_UNPROVED_S = 5.0
-"""Nobody who may call waits for that."""
+"""No caller with credentials ever waits this long."""
 
 _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
 
 @dataclasses.dataclass(slots=True)
 class RpcCall:
-    """One call, and what will be told of it. Never holds prompt or output text."""
+    """One call, and what is logged and counted of it. Never holds prompt or output text."""
 
     method: str
     arrival_time: float
@@ -52,7 +52,7 @@ class RpcCall:
     deadline_time: float | None
     caller: Caller
     request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    """Made here, until the request names its own: every log line has one."""
+    """Generated, until the request brings its own: every log line has one."""
     tenant: str = ""
     model_id: str = ""
     tokenize_s: float = 0.0
@@ -61,23 +61,23 @@ class RpcCall:
     usage: Usage | None = None
     operation: Operation | None = None
     session_id: str = ""
-    """The conversation it is a turn of: of its metadata, until the request names one."""
+    """The conversation it belongs to: from the metadata, until the request names one."""
     holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    """What it holds until it ends, however it ends."""
+    """What is released when it ends, however it ends."""
 
     def note(self, event: Event) -> None:
-        """Take what an event tells of the request's cost."""
+        """Note what an event says of the request's cost."""
         if isinstance(event, Started):
             self.started = self.started or event
         elif isinstance(event, Finished):
-            # Of several completions: the first one's account with the output of all.
+            # Of several completions: the first one's usage, with the output of all.
             usage = self.usage or dataclasses.replace(event.usage, output_token_count=0)
             output_token_count = usage.output_token_count + event.usage.output_token_count
             self.usage = dataclasses.replace(usage, output_token_count=output_token_count)
 
 
 class RpcCalls:
-    """Lets calls in and sees them out. Owned by the event loop."""
+    """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
 
     def __init__(self, *, clock: Clock, watchers: Watchers, session_keys: Sequence[str] = ()) -> None:
         self._clock = clock
@@ -92,7 +92,7 @@ class RpcCalls:
         self._endless: set[Limit] = set()
         self._admissions: set[asyncio.Timeout] = set()
         self.refused_count = 0
-        """Calls that came since the stop."""
+        """Calls that came after the stop."""
 
     @property
     def open_count(self) -> int:
@@ -100,18 +100,18 @@ class RpcCalls:
         return len(self._open)
 
     def close(self) -> None:
-        """Let nobody in any more; those whose message is yet to come are refused."""
+        """Refuse new calls, and those whose message has not arrived yet."""
         self._closed = True
         for timer in self._admissions:
             _end_now(timer)
 
     def cut_endless(self) -> None:
-        """End the calls that have no end of their own as unavailable."""
+        """End the calls that would never end by themselves, as UNAVAILABLE."""
         for limit in self._endless:
             limit.cut()
 
     def cut(self) -> None:
-        """End what is still open as unavailable."""
+        """End all calls that are still open, as UNAVAILABLE."""
         for limit in self._open:
             limit.cut()
 
@@ -129,7 +129,7 @@ class RpcCalls:
 
     @contextlib.asynccontextmanager
     async def admission(self, timer: asyncio.Timeout) -> AsyncIterator[None]:
-        """The block waits for a call's message, and a stop ends that by its timer."""
+        """The block waits for a call's message; a stop expires its timer."""
         if self._closed:
             _end_now(timer)
         self._admissions.add(timer)
@@ -146,7 +146,7 @@ class RpcCalls:
     async def call(
         self, method: str, context: Context, operation: Operation | None = None
     ) -> AsyncIterator[RpcCall]:
-        """Wrap one servicer method; whatever leaves the block becomes a status, and is told on."""
+        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
         call = RpcCall(
             current_method(),
             self._clock.monotonic(),
@@ -173,14 +173,14 @@ class RpcCalls:
             self._see_out(call, context, cancel_code(context))
             raise
         except Exception:
-            # The edge of the server: the caller learns that it broke, the log learns why.
+            # The caller learns that something broke, the log learns what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             broken = internal_error()
             trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
     async def _keep_pace(self, error: IcehouseError) -> None:
-        """Keep a refusal back where its caller has had many: it may come again at once."""
+        """Delay a refusal if its caller has had many: it may come again at once."""
         turn_count = received_bytes() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
@@ -196,7 +196,7 @@ class RpcCalls:
             await asyncio.sleep(delay_s)
 
     def _deadline_time(self, context: Context) -> float | None:
-        """Return when the call is to have ended: by its own deadline, or by its method's."""
+        """Return when the call must have ended: by its own deadline or by its method's."""
         row = METHODS.get(current_method())
         default_s = None if row is None else row.deadline_s
         remaining_s = context.time_remaining()
@@ -224,7 +224,7 @@ class RpcCalls:
             operation=call.operation,
             session_id=call.session_id,
         )
-        # Before the status leaves: a stop does not wait for readers who do not take theirs.
+        # Before the status is sent: a stop does not wait for callers who do not read theirs.
         call.holds.close()
         self._running_count -= 1
         if not self._running_count:
@@ -233,7 +233,7 @@ class RpcCalls:
 
 
 def stopping() -> Unavailable:
-    """Return what a call is told that the server has no time for any more."""
+    """Return the error of calls that come while the server stops."""
     return Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
 
 
@@ -243,17 +243,17 @@ def _end_now(timer: asyncio.Timeout) -> None:
 
 
 async def end(context: Context, status: grpc.Status) -> None:
-    """End a call with a status, which goes behind the messages that its reader has not taken yet.
+    """End a call with a status, which is sent after the messages that the caller has not read yet.
 
-    One who never takes them keeps the call open, and with it its own share of places, until its connection
-    ends: nothing in gRPC's Python lets a server reset a single call.
+    A caller who never reads them keeps the call open, and its place taken, until the connection ends: gRPC's
+    Python cannot reset a single call.
     """
     with disconnect_as_cancel():
         await context.abort_with_status(status)
 
 
 def _session_id(context: Context, keys: Sequence[str]) -> str:
-    """Return the first of these keys' values. One that no log could show as it is counts as not there."""
+    """Return the value of the first of these keys. A value that is not fit for a log counts as absent."""
     if not keys:
         return ""
     found = dict(context.invocation_metadata() or ())

@@ -19,17 +19,17 @@ LONG_MESSAGE_BYTES = 256 * KIB
 
 
 class MethodAccess(enum.StrEnum):
-    """Who may call."""
+    """Who may call a method."""
 
     OPEN = "open"
-    """Anybody where `security.health_open` says so, else as CALLER."""
+    """Anybody if `security.health_open` is set, else as CALLER."""
     CALLER = "caller"
-    """Whoever proves who they are, where that is asked for."""
+    """Whoever has credentials, if these are required."""
     OPERATOR = "operator"
 
 
 class WorkPlace(enum.StrEnum):
-    """Where the most costly part of a call is done; what is above it takes no time worth a limit."""
+    """Where the most costly part of a call is done."""
 
     EVENT_LOOP = "event loop"
     TOKENIZER = "tokenizer threads"
@@ -38,7 +38,7 @@ class WorkPlace(enum.StrEnum):
 
 
 class Cost(enum.StrEnum):
-    """What a call is charged as, where tokens per minute are limited."""
+    """What a call is charged, if tokens per minute are limited."""
 
     NOTHING = "nothing"
     PROMPT = "prompt"
@@ -60,7 +60,7 @@ class CallPool(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """One row."""
+    """One row of the table."""
 
     pool: CallPool
     place: WorkPlace
@@ -71,14 +71,14 @@ class Method:
     message_timeout_s: float | None = None
     """How long the request may take to arrive; None is `connection.message_timeout_s`."""
     own_deadline_s: float | None = None
-    """Where its class's does not fit."""
+    """Where the usual one does not fit."""
     caller_limit: int | None = None
-    """Calls that one caller may have at once; None is as many as the pool lets it. For what costs others as
-    long as it lasts: being told again and again, or many bytes that it may leave unread."""
+    """Calls that one caller may have at once; None is as many as the pool allows. For calls that cost others
+    as long as they last: repeated messages, or many bytes that may stay unread."""
 
     @property
     def deadline_s(self) -> float | None:
-        """How long a call may take that brings no deadline; None is without an end."""
+        """How long a call without a deadline may take; None is for ever."""
         if self.own_deadline_s is not None:
             return self.own_deadline_s
         if self.pool in _ENDLESS:
@@ -214,15 +214,15 @@ _COMMAND_LIMIT = 256
 _WATCH_LIMIT = 512
 _ANY_NUMBER = 1 << 62
 _HEALTH_CALLS_PER_CONNECTION = 8
-"""A client that watches health does so once per connection."""
+"""A client that watches health does so once for each connection."""
 
 
 def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[CallPool, FairShare]:
     """Return the places of each pool.
 
     One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
-    checkers prove nothing, and one of them may come over every connection there can be, so each connection
-    has its own places, which no other can take.
+    checkers have no credentials, and one of them may use every connection there can be, so each connection
+    has health places of its own.
     """
     health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
     return {
@@ -239,8 +239,7 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[C
 
 
 def caller_shares() -> Mapping[str, FairShare]:
-    """Return, by method, the places that each caller has of its own where there are few of them; how many
-    there are for all is the pool's."""
+    """Return, by method, the places that each caller has of its own, for methods that limit them."""
     return {
         name: FairShare(
             limit=_ANY_NUMBER,

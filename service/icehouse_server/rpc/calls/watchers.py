@@ -21,7 +21,7 @@ from icehouse_server.rpc.calls.wire import WireWatcher
 
 
 class CallWatcher(Protocol):
-    """Is told of every ended call of our own services."""
+    """Hears of every ended call of our own services."""
 
     def call_ended(self, record: CallRecord) -> None: ...
 
@@ -36,7 +36,7 @@ class Tracer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watchers:
-    """All of them; empty ones cost nothing."""
+    """All of them."""
 
     calls: tuple[CallWatcher, ...] = ()
     tracer: Tracer | None = None
@@ -45,7 +45,7 @@ class Watchers:
     access_log: AccessLog | None = None
 
     def see_out(self, record: CallRecord) -> tuple[tuple[str, str | bytes], ...]:
-        """Tell everyone of an ended call; return the trailing metadata that its caller gets."""
+        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
         trailers: list[tuple[str, str | bytes]] = []
         names = self.tracer.trace(record) if self.tracer is not None else None
         if names is not None:
@@ -61,7 +61,7 @@ class Watchers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Which watchers the server has. The default is what a test wants: the access log and nothing else."""
+    """Which watchers the server has. The default fits tests: the access log and nothing else."""
 
     wire: tuple[WireWatcher, ...] = ()
     calls: tuple[CallWatcher, ...] = ()
@@ -84,16 +84,15 @@ REFUSAL_BURST_COUNT = 64
 class AccessLog:
     """Writes one line for each ended call: who, how it ended, where the time went. Never prompt or output.
 
-    Calls that were refused before anything was done for them get only so many lines a second, for each
-    tenant and for all who prove nothing together: otherwise anybody who reaches the server could fill its
-    disk. The next line says how many were left out; metrics count them all.
+    Refusals get only so many lines a second, for each tenant and for all without credentials together:
+    otherwise anybody could fill the disk. The next line says how many were left out; metrics count them all.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._refusals = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._left_out: collections.Counter[str] = collections.Counter()
-        """By tenant that has proved who it is, so there are not many."""
+        """By tenant with credentials, so there are not many."""
 
     def write(self, record: CallRecord, *, trace_id: str) -> None:
         """Write one call's line; `trace_id` is empty where nothing traces."""
@@ -111,7 +110,7 @@ class AccessLog:
 
 
 def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
-    """Return the line's fields in their order; what a call never came to is left out."""
+    """Return the line's fields in order, without those that the call never got to."""
     facts: dict[str, object] = {
         "method": record.method,
         "code": record.code,
@@ -142,10 +141,10 @@ def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
 
 
 KEPT_COUNT = 512
-"""Ended requests that are looked at."""
+"""Ended requests that are remembered."""
 
 RECENT_S = 600.0
-"""An older one is no longer recent."""
+"""Older ones are not shown."""
 
 SHOWN_COUNT = 10
 

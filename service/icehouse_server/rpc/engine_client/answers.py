@@ -18,26 +18,26 @@ from icehouse_server.errors import CannotFit, Overloaded, Reason
 from icehouse_server.rpc.access.shares import FairShare
 
 FREE_BYTES: Final = 4 << 10
-"""So little counts as nothing: there is no more of it than there are calls."""
+"""Less than this is not counted."""
 _COPIES: Final = 2
 """A message's bytes, and gRPC's copy of them."""
 
 
 class AnswerMessage(Protocol):
-    """What is written."""
+    """A message that is written."""
 
     def ByteSize(self) -> int: ...
 
 
 class Writable(Protocol):
-    """What is wanted of a call's context."""
+    """What is needed of a call's context."""
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None: ...
     async def write(self, message: Any) -> None: ...
 
 
 class Answers:
-    """One call's part of the memory for answers, from the call's beginning until `close`."""
+    """One call's part of the memory for answers, until `close`."""
 
     def __init__(self, memory: FairShare, *, origin: str) -> None:
         self._memory = memory
@@ -46,16 +46,16 @@ class Answers:
         self._held_bytes = 0
 
     def keep(self, size_bytes: int) -> None:
-        """Have the call keep so much for answers that are yet to be written; raises as `hold` does."""
+        """Count so much for answers that are not written yet; raises as `hold` does."""
         self._kept_bytes = size_bytes
         self.hold(0)
 
     def hold(self, unread_bytes: int) -> None:
-        """Hold what is kept and what is being written; raises Overloaded where the caller's answers take all
-        that it may have, and CannotFit for more than that would ever be."""
+        """Count what is kept and what is being written; raises Overloaded if the caller's answers take all
+        that it may have, and CannotFit for more than that could ever be."""
         wanted = self._kept_bytes + unread_bytes
         wanted = wanted if wanted > FREE_BYTES else 0
-        # Of nothing held by anybody one caller gets half.
+        # While nobody else holds anything, one caller gets half.
         if 2 * wanted > self._memory.limit:
             raise CannotFit(
                 Reason.MEMORY_NEVER_FITS,
@@ -71,7 +71,7 @@ class Answers:
         self._held_bytes = wanted
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Count nothing any more."""
         self._kept_bytes = 0
         self.hold(0)
 
@@ -81,27 +81,27 @@ current: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answer
 
 
 def keep(size_bytes: int) -> None:
-    """Have this task's call keep so much for answers that are yet to be written; raises as `Answers.keep`."""
+    """Count so much for this task's call, for answers that are not written yet; raises as `Answers.keep`."""
     answers = current.get()
     if answers is not None:
         answers.keep(size_bytes)
 
 
 async def write(context: Writable, message: AnswerMessage) -> None:
-    """Hand a message to the connection, which may wait for the reader; raises as `Answers.hold`, before
-    anything is written, and CancelledError where the connection ends first."""
+    """Send a message, which may wait for the reader; raises as `Answers.hold` before anything is written, and
+    CancelledError if the connection ends first."""
     answers = current.get()
     if answers is not None:
         answers.hold(_COPIES * message.ByteSize())
     with disconnect_as_cancel():
         await context.write(message)
-    # Not where it was broken off: gRPC still has the message then.
+    # Not if it was broken off: gRPC still holds the message then.
     if answers is not None:
         answers.hold(0)
 
 
 _HEADERS_S = 1.0
-"""How long an end waits for headers that are on their way; only a connection that takes nothing needs it."""
+"""How long an ending call waits for headers to be sent; only a connection that takes nothing needs it."""
 
 
 class StallTimer:
@@ -129,7 +129,7 @@ class StallTimer:
             self._scope = None
 
     async def begin(self, context: Writable) -> None:
-        """Send the headers, for a reader who waits for them while there is no message yet."""
+        """Send the headers, for a reader who waits for them before there is a message."""
         if not self._has_begun:
             self._has_begun = True
             sending = asyncio.ensure_future(context.send_initial_metadata(()))
@@ -138,8 +138,8 @@ class StallTimer:
                 with disconnect_as_cancel():
                     await asyncio.shield(sending)
             except asyncio.CancelledError:
-                # gRPC believes that headers which were broken off have not been sent, sends them again with
-                # the status, is refused that by its core, and the caller would never hear of the end.
+                # gRPC believes that headers which were broken off were not sent and sends them again. Its
+                # core refuses that, and the caller would never hear of the end.
                 await asyncio.wait((sending,), timeout=_HEADERS_S)
                 raise
 
@@ -148,8 +148,8 @@ class StallTimer:
 
         Raises as `write` does.
         """
-        # Apart from the message: headers that wait with it for the reader would keep the call from being
-        # ended with a status (grpc 1.85).
+        # Separate from the message: headers that wait with it would keep the call from being ended with a
+        # status (grpc 1.85).
         await self.begin(context)
         self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
         await write(context, message)
@@ -166,8 +166,8 @@ class StallTimer:
 
 
 def _note_failure(sending: asyncio.Future[None]) -> None:
-    """Have asyncio not report headers that failed while nobody waited for them any more: the call has ended
-    and the caller is gone. Whoever still waits hears of it as ever."""
+    """Keep asyncio from reporting headers that failed after everybody stopped waiting for them: the caller is
+    gone. Whoever still waits gets the error."""
     if not sending.cancelled():
         sending.exception()
 

@@ -1,7 +1,7 @@
-"""Cache commands from the event loop: one asked and answered, and those that go in slices.
+"""Cache commands from the event loop: single ones, and long ones that run in slices.
 
-A slice is bounded and asked for when the one before it is done: requests decode between two, and whoever is
-cancelled, or out of time, ends the rest.
+A slice is bounded and sent when the one before is done. Requests decode between two slices, and a caller that
+cancels or times out stops the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from icehouse_server.rpc.engine_client.router import Router
 Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, KnownBlocks, VerifyReport, StoredBlocks)
 
 _VERIFY_SLICE_COUNT = 64
-"""Blocks that are read before anybody looks whether the caller is still there."""
+"""Blocks that are read in one slice."""
 _EVICT_SLICE_COUNT = 256
-"""Blocks that are removed before."""
+"""Blocks that are removed in one slice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class EngineCache:
         self._router = router
 
     async def ask(self, command: CacheCommand, answer_type: type[Answer]) -> Answer:
-        """Return the answer to a command; raises the `IcehouseError` that is one, or that ends the engine."""
+        """Return the answer to a command; raises an `IcehouseError` that is the answer, or that ends the
+        engine."""
         self._router.require_model()
         answer = await self._router.ask(functools.partial(self._engine.submit_command, command))
         if isinstance(answer, IcehouseError):
@@ -72,18 +73,18 @@ class EngineCache:
         return answer
 
     async def evict(self, target: ListKnown) -> AsyncIterator[Eviction]:
-        """Remove the blocks that `target` tells; yields before the first slice and after each."""
+        """Remove the blocks that `target` names; yields before the first slice and after each."""
         known = (await self.ask(target, KnownBlocks)).block_hashes
         removed = EvictReport()
         yield Eviction(removed, processed_block_count=0, block_count=len(known))
-        # One slice where nothing is known, too: it waits for what an order before has yet to remove.
+        # Also one slice if nothing is known: it waits for earlier removals to finish.
         for start in range(0, max(1, len(known)), _EVICT_SLICE_COUNT):
             part = known[start : start + _EVICT_SLICE_COUNT]
             removed = removed.joined(await self.ask(EvictBlocks(part), EvictReport))
             yield Eviction(removed, processed_block_count=start + len(part), block_count=len(known))
 
     async def verify(self, target: ListStored) -> AsyncIterator[Verification]:
-        """Read the blocks that `target` tells; yields before the first slice and after each."""
+        """Read the blocks that `target` names; yields before the first slice and after each."""
         stored = (await self.ask(target, StoredBlocks)).block_hashes
         found = VerifyReport(verified_block_count=0, verified_bytes=0, damaged_hashes=(), duration_s=0.0)
         yield Verification(found, len(stored))

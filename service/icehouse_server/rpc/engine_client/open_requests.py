@@ -25,10 +25,10 @@ class RequestPhase(enum.IntEnum):
 
 
 class OpenRequest:
-    """One call's requests, which the engine has taken together, each with the outbox that its events go to.
+    """One call's requests, which the engine has taken together, each with the outbox for its events.
 
-    Once the engine has ended a request, its id is free, a little before its call closes or, where the reader
-    stalls, long before. By then another tenant's request may have the same id, so the router is asked.
+    Once the engine has ended a request, its id is free, a little before its call closes or, if the reader
+    stalls, long before. Another tenant's request may have the same id by then, so the router is asked.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All of them. A caller may know of its own, an operator of everybody's."""
+    """All open requests. A caller may see its own, an operator everybody's."""
 
     def __init__(self, *, engine: EnginePort, router: Router) -> None:
         self._engine = engine
         self._router = router
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
-        """By number: a name is free again when the engine has ended it, a little before its call closes."""
+        """By number, since a name may be used again a little before its first call closes."""
 
     @contextlib.contextmanager
     def opened(
@@ -124,12 +124,12 @@ class OpenRequests:
             raise
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
-        """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
+        """Return those that a caller may see and end, without calls whose reader only takes the rest."""
         return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.is_running)
 
     def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
-        """End a request; raises NotFound for what is not there and, without a difference, for another's, and
-        InvalidRequest where the caller has to say which of several tenants' it is."""
+        """End a request; raises NotFound, in the same words for another tenant's, and InvalidRequest if the
+        caller must say which of several tenants' it is."""
         named = [r for r in self.visible_to(caller) if r.first.name == request_id]
         if tenant is not None:
             named = [r for r in named if r.first.tenant == tenant]

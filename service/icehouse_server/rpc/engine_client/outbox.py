@@ -1,10 +1,8 @@
 """Outbox: events of one request between the engine and its reader. Owned by the event loop.
 
-Bounded twice: above `event_limit` waiting events deltas are merged, so that what waits is
-hardly more than the output's own text; above `byte_limit` the reader counts as stalled, what
-waits is dropped and the request ends with `READER_STALLED`.
-
-The outboxes of requests that one reader waits for. Owned by the event loop.
+Bounded twice. Above `event_limit` waiting events, deltas are merged, so that hardly more than the output's
+text waits. Above `byte_limit` the reader counts as stalled: what waits is dropped, and the request ends with
+`READER_STALLED`.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 16
 """What one waiting log probability is counted as."""
 PIECE_COUNT = 512
-"""Tokens whose log probabilities are told at once where what waits is merged: more would keep the event loop
-for longer than a decode step."""
+"""Tokens whose log probabilities go into one message when deltas are merged: more would keep the event loop
+busy for longer than a decode step."""
 
 
 class Outbox:
@@ -145,10 +143,9 @@ def _size_bytes(event: Event) -> int:
 
 
 class Outboxes:
-    """Hands out the events of several requests, each one's in order, none before its turn comes round.
+    """The events of several requests, in turn; each request's events stay in order.
 
-    The byte limit is for all of them together: it is shared out evenly. `on_stall` is told whose share was
-    passed.
+    The byte limit is shared evenly. `on_stall` is told whose share was exceeded.
     """
 
     def __init__(

@@ -20,10 +20,10 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _LENGTH_LIMIT: Final = 8192
 _PRINTABLE: Final = re.compile(r"[!-~]+")
-"""What a URI is spelled with: no space, no line's end that a request line could be ended with."""
+"""What a URI may consist of: no space, and no line break that would end a request line."""
 _PORTS: Final = {"https": 443, "http": 80}
 _LOOKED_AT: Final = ipaddress.ip_network("64:ff9b::/96")
-"""Addresses of IPv4 as networks without it write them (RFC 6052)."""
+"""IPv4 addresses in networks without IPv4 (RFC 6052)."""
 _GLOBAL: Final = ipaddress.ip_network("2000::/3")
 _SPECIAL: Final = tuple(
     ipaddress.ip_network(text)
@@ -32,8 +32,8 @@ _SPECIAL: Final = tuple(
         *("2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
     )
 )
-"""Networks of IANA's special-purpose registries that some version of `ipaddress` takes for global, be it
-because the registry does too: relays, anycast and documentation, where nobody serves images."""
+"""Networks of IANA's special-purpose registries that some version of `ipaddress` takes for global: relays,
+anycast and documentation, where nobody serves images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class FileAddress:
 
     folder: str
     names: tuple[str, ...]
-    """From the folder down, the last one is the file's. None is empty, ".", ".." or has a slash."""
+    """From the folder down to the file. None is empty, ".", ".." or has a slash."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WebAddress:
 
     @property
     def authority(self) -> str:
-        """Host and port as the header `Host` has them."""
+        """Host and port as in the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS["https" if self.is_secure else "http"] else f"{host}:{self.port}"
 
@@ -92,7 +92,7 @@ class SourceRules:
         raise refused(field, f"begins with {uri[:12]!r}; here it may be {' or '.join(known)}")
 
     def web_address_of(self, uri: str, *, field: str) -> WebAddress:
-        """Return what an http(s) URL names, be it the request's or where that led; raises InvalidRequest."""
+        """Return what an http(s) URL names, also after a redirect; raises InvalidRequest."""
         parts = _split(uri, field)
         try:
             name, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -108,9 +108,9 @@ class SourceRules:
         return WebAddress(parts.scheme == "https", host, port, target, uri)
 
     def reaches(self, address: IpAddress, port: int, *, host: str, is_secure: bool) -> bool:
-        """Whether a connection to this address may be made for a host that is allowed.
+        """Whether a connection to this address may be made for an allowed host.
 
-        A name leads to public addresses only, and to those that are allowed by themselves: who holds the name
+        A name may lead to public addresses, and to addresses that are allowed themselves: the owner of a name
         must not choose what is reached inside this network.
         """
         scheme = "https" if is_secure else "http"
@@ -141,7 +141,7 @@ def ip_address_of(host: str) -> IpAddress | None:
 
 
 def is_public(address: IpAddress) -> bool:
-    """Whether an address is of the internet, not of this machine, its networks or the like."""
+    """Whether an address is on the internet, not on this machine or a private network."""
     if any(address in network for network in _SPECIAL):
         return False
     if isinstance(address, ipaddress.IPv4Address):
@@ -169,7 +169,7 @@ def _names(path: str) -> list[str]:
 
 
 def _folder_of(names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Return the innermost folder that names lead below."""
+    """Return the innermost folder that the path is in."""
     above = [each for each in folders if _names(each) == list(names[: len(_names(each))])]
     found = max(above, key=len, default=None)
     return found if found is not None and len(names) > len(_names(found)) else None

@@ -50,9 +50,9 @@ class ImageFetcher:
 
     @contextlib.asynccontextmanager
     async def fetched(self, conversation: Conversation) -> AsyncIterator[Conversation]:
-        """Give the conversation with the bytes of all images, for as long as they may be held.
+        """Give the conversation with the bytes of all images, for as long as they may be kept.
 
-        Raises InvalidRequest, which names the image at fault, and SourceUnreachable for one that may be had
+        Raises InvalidRequest, which names the image at fault, and SourceUnreachable for one that may be there
         later.
         """
         images = conversation.images
@@ -82,7 +82,7 @@ class ImageFetcher:
         finally:
             for task in tasks:
                 task.cancel()
-            # Those that had no thread yet have left the queue before the memory is given back.
+            # Those without a thread must leave the queue before the memory is given back.
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, address: FileAddress | WebAddress, field: str) -> bytes:
@@ -104,19 +104,19 @@ class ImageFetcher:
 
 
 class _Threads:
-    """A few threads for what blocks: disks that may be of another machine, the system's resolver, hosts.
+    """A few threads for what blocks: network disks, the system's resolver, hosts.
 
-    They are daemons: what hangs there must not keep the process from ending.
+    They are daemons, so that one that hangs does not keep the process from ending.
     """
 
     def __init__(self) -> None:
         self.turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns, callers in turn."""
+        """Return what `work` returns; callers take turns."""
         hold = await self.turns.take(callers.origin.get())
         task: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        # A caller that leaves does not end work that has begun: its turn lasts as long as that.
+        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
         loop = asyncio.get_running_loop()
         task.add_done_callback(lambda _: on_loop(loop, hold.release))
         task.set_running_or_notify_cancel()
@@ -181,18 +181,18 @@ def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: in
     *above, name = address.names
     for each in above:
         place = keep(os.open(each, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=place))
-    # Looked at first: opening a device may do something.
+    # Checked before it is opened: opening a device may do something.
     if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
         raise _unreadable(field)
     file = keep(os.open(name, _FILE_FLAGS, dir_fd=place))
     facts = os.fstat(file)
-    # One with another name may be from elsewhere: whoever may write here could have linked what is ours.
+    # A file with another name may be from elsewhere: somebody may have linked one of ours here.
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         raise _unreadable(field)
     if facts.st_size > limit_bytes:
         raise too_long(field, limit_bytes)
     data = bytearray()
-    # It may grow meanwhile.
+    # The file may grow meanwhile.
     while chunk := os.read(file, min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
         data += chunk
         if len(data) > limit_bytes:

@@ -38,7 +38,7 @@ _REDIRECT_COUNT: Final = 3
 _HEAD_BYTES: Final = 64 << 10
 _CHUNK_BYTES: Final = 64 << 10
 _MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
-"""Of an answer that may be an image; which one it is, its bytes say."""
+"""The types of answers that may be images; the bytes say which kind it is."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _LATER: Final = frozenset({408, 425, 429})
 
@@ -60,7 +60,7 @@ class WebReader:
         self._tls = tls
 
     def read(self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort) -> bytes:
-        """Return the body of a 200; raises InvalidRequest, or SourceUnreachable where later it may be had."""
+        """Return the body of a 200; raises InvalidRequest, or SourceUnreachable if a later try may work."""
         for _ in range(_REDIRECT_COUNT + 1):
             found = self._get(address, limit_bytes=limit_bytes, field=field, abort=abort)
             if isinstance(found, bytes):
@@ -71,11 +71,11 @@ class WebReader:
     def _get(
         self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort
     ) -> bytes | WebAddress:
-        """Return the body, or where it is said to be."""
+        """Return the body, or the address of a redirect."""
         opened = self._connect(address, field, abort)
         connection = http.client.HTTPConnection(address.host, address.port)
         connection.auto_open = 0  # it has no other socket than the one whose address was checked
-        # As much again as an eighth of it for what stands between chunks.
+        # An eighth more, for what stands between chunks.
         connection.sock = MeteredSocket(opened, limit_bytes=_HEAD_BYTES + limit_bytes + limit_bytes // 8)
         try:
             connection.request("GET", address.target, headers=_headers(address))
@@ -138,7 +138,7 @@ class WebReader:
 
 
 def addresses_of(host: str) -> list[IpAddress]:
-    """Return the addresses of a name as the system has them; raises OSError. Takes as long as it likes."""
+    """Return the addresses of a name by the system's resolver; raises OSError. May take long."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # of a name that cannot be one
@@ -158,7 +158,7 @@ def _headers(address: WebAddress) -> dict[str, str]:
 
 
 def _check(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> None:
-    """Refuse what cannot be an image by what its head says."""
+    """Refuse by the headers what cannot be an image."""
     status = response.status
     if status in _LATER or status >= 500:
         raise unreachable(field, f"cannot be fetched: its host answers {status}", status=status)
@@ -181,7 +181,7 @@ def _body(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -
         data += chunk
         if len(data) > limit_bytes:
             raise too_long(field, limit_bytes)
-    # What is left of a length that was said; where none was, the end is that of the connection.
+    # The rest of the announced length; without one, the body ends with the connection.
     if response.length or (response.length is None and not data):
         raise _broken_off(field)
     return bytes(data)
@@ -192,17 +192,17 @@ def _broken_off(field: str) -> SourceUnreachable:
 
 
 _CONNECT_S: Final = 4.0
-"""For one of a host's addresses, of which another may answer; its TLS included."""
+"""For one address of a host, including TLS; another address may answer."""
 
 
 class AnswerTooLong(Exception):
-    """More has come than an answer may have."""
+    """The answer is longer than allowed."""
 
 
 class FetchAbort:
-    """Breaks off a fetch that another thread waits for: what that thread does with its socket fails at once.
+    """Breaks off a fetch in another thread: whatever that thread does with its socket fails at once.
 
-    Without it a host that sends a byte now and then would keep a thread, whatever the time.
+    Otherwise a host that sends a byte now and then could keep a thread for ever.
     """
 
     def __init__(self) -> None:
@@ -216,27 +216,27 @@ class FetchAbort:
             self._is_due = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):  # it is not connected yet, or no more
-                    # Not that of SSLSocket, which would take the TLS away that the other thread reads by.
+                    # Not SSLSocket.shutdown, which would remove the TLS that the other thread reads through.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def hold(self, opened: socket.socket) -> None:
-        """Note what the thread uses from now on; raises ConnectionAbortedError when that is over."""
+        """Note the thread's socket; raises ConnectionAbortedError if the fetch was broken off."""
         with self._lock:
             self._socket = opened
             if self._is_due:
                 raise ConnectionAbortedError("the fetch was broken off")
 
     def let_go(self) -> None:
-        """Note that it uses nothing any more: what is closed then may be another's next."""
+        """Forget the socket: after it is closed, its descriptor may be another's."""
         with self._lock:
             self._socket = None
 
 
 class MeteredSocket:
-    """What `http.client` uses of a socket, of which no more can be read than an answer may have.
+    """The part of a socket that `http.client` uses, with a limit on what is read.
 
-    That module bounds lines and headers, but neither what stands between chunks nor what comes after a
-    chunk whose length is negative.
+    That module bounds lines and headers, but not what stands between chunks, nor what follows a chunk of
+    negative length.
     """
 
     def __init__(self, inner: socket.socket, *, limit_bytes: int) -> None:
@@ -248,12 +248,12 @@ class MeteredSocket:
         self._inner.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Return what reads the answer; raises AnswerTooLong from its reads."""
+        """Return a reader of the answer, whose reads raise AnswerTooLong."""
         assert mode == "rb", mode
         return io.BufferedReader(_MeteredStream(self._inner, self._limit_bytes))
 
     def close(self) -> None:
-        """Leave it to whoever opened it."""
+        """Do nothing: whoever opened the socket closes it."""
 
 
 class _MeteredStream(io.RawIOBase):
@@ -281,10 +281,9 @@ def open_connection(
     timeout_s: float,
     abort: FetchAbort,
 ) -> socket.socket:
-    """Connect to one address of a host, which proves its name where there is TLS; raises OSError.
+    """Connect to one address of a host, which proves its name if there is TLS; raises OSError.
 
-    Each operation on what is returned takes so long at most. Whoever gets it closes it, after
-    `abort.let_go()`.
+    `timeout_s` is for each operation on the socket. The caller closes it, after `abort.let_go()`.
     """
     family = socket.AF_INET if place.version == 4 else socket.AF_INET6
     opened = socket.socket(family, socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
-"""Block mirror: the blocks of both tiers as the block log tells them, and the events that follow from it.
+"""Block mirror: the blocks of both tiers by the block log, and the events for subscribers that follow.
 
-Plain data of the event loop. A block is told while its prefix is whole, its tokens are known and
-its root is a known tenant's: after its parent, and it goes before it. So a subscriber never has to place a
-block in the air, and a snapshot in the order of telling is in the order of placing.
+Plain data of the event loop. A block is published while its prefix is whole, its tokens are known and its
+root is a known tenant's. It is published after its parent and removed before it, so a subscriber never gets a
+block without its parent, also in a snapshot.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _KnownBlock:
 
 
 class BlockMirror:
-    """At most `block_limit` blocks; what comes beyond is not told, nor what follows it."""
+    """Keeps at most `block_limit` blocks. Further ones, and what follows them, are not published."""
 
     def __init__(self, *, block_token_count: int, block_limit: int) -> None:
         self._block_token_count = block_token_count
@@ -62,19 +62,19 @@ class BlockMirror:
         self._scopes: dict[BlockHash, CacheScope] = {}
         self._forgotten_roots: set[BlockHash] = set()
         self._told: dict[Tenant, dict[BlockHash, _KnownBlock]] = {}
-        """Each tenant's in the order of telling: a block behind its parent."""
+        """Each tenant's blocks in the order in which they were published: parents first."""
         self._unread: dict[BlockHash, None] = {}
-        """Blocks whose tokens are to be read, in order."""
+        """Blocks whose tokens must be read, in order."""
         self._unlisted: dict[tuple[BlockHash, KvTier], None] = {}
-        """What was known before the listing under way and has not been named by it."""
+        """Blocks that were known before the current listing and that it has not named yet."""
         self.untold_total = 0
-        """Blocks that found no room here."""
+        """Blocks that were not published because the mirror was full."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def apply(self, changes: Iterable[Change]) -> Iterator[KvEvent]:
-        """Take changes in, in order; yield what follows for subscribers."""
+        """Apply changes in order; yield the events for subscribers."""
         for change in changes:
             if isinstance(change, Came):
                 yield from self._came(change)
@@ -93,21 +93,21 @@ class BlockMirror:
                     yield from self._left(name, tier)
 
     def take_unread(self, *, limit: int) -> tuple[BlockHash, ...]:
-        """Return blocks whose tokens are to be read, at most so many; each is asked for once."""
+        """Return at most `limit` blocks whose tokens must be read; each is returned once."""
         names = tuple(name for name, _ in zip(self._unread, range(limit), strict=False))
         for name in names:
             del self._unread[name]
         return names
 
     def put_back(self, names: Iterable[BlockHash]) -> None:
-        """Have the tokens of blocks read later, where they are still wanted."""
+        """Have the tokens of these blocks read later, if they are still needed."""
         for name in names:
             known = self._known.get(name)
             if known is not None and known.packed is None:
                 self._unread[name] = None
 
     def learn(self, blocks: Iterable[KnownTokens]) -> Iterator[KvEvent]:
-        """Take in the tokens of blocks; yield what follows for subscribers."""
+        """Note the tokens of blocks; yield the events for subscribers."""
         for block in blocks:
             known = self._known.get(block.hash)
             if known is not None and known.packed is None:
@@ -123,7 +123,7 @@ class BlockMirror:
         return list(self._told.get(tenant, ()))
 
     def last_told_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
-        """Return the names of the blocks that were told last, at most so many, parents first."""
+        """Return the names of the blocks that were published last, parents first."""
         return list(itertools.islice(reversed(self._told.get(tenant, {})), count))[::-1]
 
     def told_of(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
@@ -189,7 +189,7 @@ class BlockMirror:
                     yield from self._tell(first)
 
     def _forget_root(self, root: BlockHash) -> None:
-        """Its blocks are told as long as there are any; without them a root is of no use here."""
+        """Its blocks stay published while there are any; then the root is forgotten."""
         if root in self._children:
             self._forgotten_roots.add(root)
         else:
@@ -206,7 +206,7 @@ class BlockMirror:
         yield from self._tell(known)
 
     def _tell(self, first: _KnownBlock) -> Iterator[KvEvent]:
-        """Tell a block and all that follow it, as far as that may be done."""
+        """Publish a block and its descendants, as far as possible."""
         waiting = deque((first,))
         while waiting:
             known = waiting.popleft()
@@ -233,7 +233,7 @@ class BlockMirror:
         return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope, known.images)
 
     def _retract(self, known: _KnownBlock) -> Iterator[KvEvent]:
-        """Take back a block and all that follow it, the last ones first."""
+        """Remove a block and its descendants, the last ones first."""
         chain = [known] if known.told is not None else []
         for each in chain:
             chain += [child for child in self._children.get(each.name, {}).values() if child.told is not None]

@@ -29,9 +29,9 @@ from icehouse_server.rpc.kv_events.kv_event_types import (
 class EventFeed:
     """Keeps the latest batches, of about `replay_limit_bytes`.
 
-    Numbers begin at the wall clock's milliseconds: a subscriber that comes back to a restarted server has a
-    number that this one never gave, and is told so, as long as fewer batches than one a millisecond are made.
-    Tenants that subscribe have proved who they are, so there are not many channels.
+    Numbers begin at the wall clock's milliseconds. A subscriber that comes back to a restarted server has a
+    number that this one never gave, and is told so, unless more than one batch a millisecond was made.
+    Subscribed tenants have credentials, so there are not many channels.
     """
 
     def __init__(self, mirror: BlockMirror, *, replay_limit_bytes: int, clock: Clock) -> None:
@@ -41,19 +41,19 @@ class EventFeed:
         self._all = self._channel(None)
         self._of: dict[Tenant, Channel] = {}
         self._sharers: collections.deque[tuple[Channel, ...]] = collections.deque()
-        """For each batch that is kept, the channels that have a part of it."""
+        """For each kept batch, the channels that have a part of it."""
         self._ring_bytes = 0
         self._sinks: list[Callable[[KvBatch], None]] = []
         self.event_total = 0
 
     @property
     def ring_bytes(self) -> int:
-        """About what the kept batches take."""
+        """About how much memory the kept batches take."""
         return self._ring_bytes
 
     @property
     def lost_total(self) -> int:
-        """Subscribers that were overtaken."""
+        """Subscribers that fell too far behind."""
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
 
     def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
@@ -61,7 +61,7 @@ class EventFeed:
         self._sinks.append(sink)
 
     def publish(self, events: Iterable[KvEvent]) -> None:
-        """Number events and keep them for whoever reads; those whom they concern are woken once."""
+        """Number events and keep them; wake the subscribers of the channels that got some."""
         touched: dict[Channel, None] = {}
         for part in parts_of(events):
             batch = self._all.append(part)
@@ -75,9 +75,9 @@ class EventFeed:
             channel.wake()
 
     def subscribe(self, *, after_number: int, tenant: Tenant | None) -> Subscription:
-        """Return what follows `after_number`, of one tenant or of all; 0 begins with the state as it is.
+        """Return what follows `after_number`, for one tenant or for all; 0 begins with the current state.
 
-        Raises EventsExpired where batches are missing between that number and what is kept.
+        Raises EventsExpired if batches between that number and what is kept are missing.
         """
         return self.channel_of(tenant).subscribe(after_number=after_number)
 
@@ -95,7 +95,7 @@ class EventFeed:
         return Channel(state, number=int(self._clock.wall() * 1000), clock=self._clock)
 
     def _share(self, events: Iterable[KvEvent]) -> tuple[Channel, ...]:
-        """Give each tenant's channel what is its own of a batch; return those that had some."""
+        """Give each tenant's channel its own part of a batch; return the channels that got one."""
         if not self._of:
             return ()
         parts: dict[Channel, list[KvEvent]] = {}
@@ -117,7 +117,7 @@ class EventFeed:
 
 
 BATCH_TOKEN_COUNT = 32_768
-"""Tokens of the blocks in one batch: some 100 kB as a message, far below what clients of gRPC accept."""
+"""Tokens of the blocks in one batch: about 100 kB as a message, far below what gRPC clients accept."""
 
 State = list[tuple[KvBlock, Held]]
 
@@ -143,16 +143,16 @@ class BlockSnapshot:
         return KvBatch(self.number - self.chunk_count + 1 + index, self._time, tuple(events), about)
 
     def release(self) -> None:
-        """Hold nothing any more: what follows it is no longer kept, so nobody could use it."""
+        """Free it: what follows it is no longer kept, so nobody can use it."""
         self._state = []
 
 
 class Channel:
-    """The numbered batches of one tenant or of all. Whoever owns it says when the oldest one goes.
+    """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
 
-    A subscription is a place in a channel and no more: one that stalls costs nobody anything, and learns
-    that it was overtaken when it comes for its next batch. Each channel counts its own batches, so that a
-    tenant's numbers tell it nothing of the others.
+    A subscription is only a place in a channel: one that stalls costs nobody anything, and learns that it is
+    too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers say
+    nothing of the others.
     """
 
     def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
@@ -166,7 +166,7 @@ class Channel:
         self._event_count = 0
         """Events since the latest snapshot."""
         self.lost_total = 0
-        """Subscribers that were overtaken."""
+        """Subscribers that fell too far behind."""
 
     @property
     def last_number(self) -> int:
@@ -182,7 +182,7 @@ class Channel:
         return batch
 
     def drop_oldest(self) -> KvBatch:
-        """Keep the oldest batch no longer, nor snapshots that it had to follow."""
+        """Drop the oldest batch, and snapshots that it follows."""
         dropped = self._ring.popleft()
         for snapshot in list(self._snapshots):
             if snapshot.number < dropped.sequence_number:
@@ -207,7 +207,7 @@ class Channel:
     def subscribe(self, *, after_number: int) -> Subscription:
         """Return what follows `after_number`; 0 begins with the state.
 
-        Raises EventsExpired where batches are missing between that number and what is kept.
+        Raises EventsExpired if batches between that number and what is kept are missing.
         """
         if not after_number:
             snapshot = self._snapshot()
@@ -216,14 +216,14 @@ class Channel:
         return Subscription(self, after_number, None)
 
     def after(self, number: int) -> KvBatch | None:
-        """Return the batch behind this one, None when it is yet to come; raises EventsLost."""
+        """Return the batch after this number, None if there is none yet; raises EventsLost."""
         if number == self._last_number:
             return None
         self.require(number, began=True)
         return self._ring[number + 1 - self._ring[0].sequence_number]
 
     def require(self, number: int, *, began: bool) -> None:
-        """Raise EventsLost, or EventsExpired before it began, where the batch behind this one is not kept."""
+        """Raise if the batch after this number is not kept: EventsLost, or EventsExpired at the beginning."""
         first = self._ring[0].sequence_number if self._ring else self._last_number + 1
         if first - 1 <= number <= self._last_number:
             return
@@ -238,10 +238,10 @@ class Channel:
         raise EventsExpired(Reason.EVENTS_EXPIRED, detail, metadata=numbers)
 
     def _snapshot(self) -> BlockSnapshot:
-        """Return a state to begin with, and the events that follow it are kept.
+        """Return a snapshot whose following events are kept.
 
-        A new one is taken when more has happened since than it holds itself: so taking them costs less than
-        the events did, however many subscribe, and those that slow readers hold are together no more than
+        A new one is taken when more events have come since than it has blocks. So snapshots cost less than
+        the events did, however many subscribe, and those that slow readers hold together are no larger than
         what is kept anyway.
         """
         if self._latest is None or self._event_count > self._latest.block_count:
@@ -252,7 +252,7 @@ class Channel:
 
 
 class Subscription:
-    """One reader of a channel: what is ready comes at once, and `None` when there is nothing yet."""
+    """One reader of a channel."""
 
     def __init__(self, channel: Channel, number: int, snapshot: BlockSnapshot | None) -> None:
         self._channel = channel
@@ -283,7 +283,7 @@ class Subscription:
 
 
 def size_bytes(batch: KvBatch) -> int:
-    """Return what a batch takes while it is kept, about."""
+    """Return about how much memory a batch takes."""
     blocks = [event.block for event in batch.events if isinstance(event, BlockStored)]
     size = sum(len(block.packed_token_ids) + _IMAGE_BYTES * len(block.images) for block in blocks)
     return size + _EVENT_BYTES * (1 + len(batch.events))
@@ -306,5 +306,5 @@ def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
 
 _BATCH_EVENT_COUNT = 1024
 _EVENT_BYTES = 200
-"""What an event takes in the ring beside its tokens, about."""
+"""What an event takes in memory beside its tokens, about."""
 _IMAGE_BYTES = 200

@@ -30,11 +30,11 @@ from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
 from icehouse_server.rpc.kv_events.event_feed import EventFeed, Subscription
 
 CONNECT_PREFIX = "connect:"
-"""Of a ZeroMQ endpoint that is not listened at."""
+"""Prefix of a ZeroMQ endpoint to connect to, instead of listening there."""
 
 
 class KvEventSource:
-    """One for the whole server. Its task begins with the first subscriber, in that one's event loop."""
+    """One for the whole server. Its task begins with the first subscriber, on that one's event loop."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class KvEventSource:
     ) -> None:
         self.clock = clock
         self.left_ready = router.left_ready
-        """Set when the engine serves no longer, and will not again."""
+        """Set when the engine has stopped serving for good."""
         self.interval_s = settings.interval_ms / 1000
         self._engine = engine
         self._router = router
@@ -68,7 +68,7 @@ class KvEventSource:
         )
 
     async def stop(self) -> None:
-        """Follow it no more; subscribers are ended by whoever serves them."""
+        """Stop following the log; whoever serves subscribers ends them."""
         if self._task is not None:
             await background.end(self._task)
 
@@ -89,7 +89,7 @@ class KvEventSource:
             await asyncio.sleep(self.interval_s)
 
     async def _follow(self) -> None:
-        """Publish what there is, and ask the engine for what is missing, until there is nothing to do."""
+        """Publish what there is and ask the engine for what is missing, until there is nothing left to do."""
         while True:
             while self._follower.turn():
                 await asyncio.sleep(0)
@@ -105,7 +105,7 @@ class KvEventSource:
 
 
 _TURN_LIMIT = 512
-"""Changes taken in one turn: a few milliseconds of the event loop."""
+"""Changes applied in one turn: a few milliseconds of the event loop."""
 _READ_LIMIT = 32
 """Files whose headers are read for one question."""
 
@@ -125,7 +125,7 @@ class LogFollower:
         self._mirror = mirror
         self._feed = feed
         self._tenants = {DEFAULT_TENANT}
-        """Whose roots the engine is to know, before they ask for anything."""
+        """Tenants whose roots the engine must report."""
         self._has_begun = False
         self._is_given_up = False
         self._is_listing_due = False
@@ -134,24 +134,24 @@ class LogFollower:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody wants events, and there is a cache to tell of."""
+        """Whether anybody wants events, and there is a cache."""
         return self._has_begun and not self._is_given_up
 
     def begin(self, tenant: Tenant = DEFAULT_TENANT) -> None:
-        """Somebody listens, to this tenant's blocks among others."""
+        """Note a subscriber to this tenant's blocks."""
         self._is_listing_due |= not self._has_begun or tenant not in self._tenants
         self._has_begun = True
         self._tenants.add(tenant)
 
     def turn(self) -> bool:
-        """Publish what the log has told; False when that was all."""
+        """Publish the next changes of the log; False if those were all."""
         changes = self._log.take(limit=_TURN_LIMIT)
         if changes:
             self._feed.publish(self._mirror.apply(changes))
         return bool(len(self._log))
 
     def question(self) -> Question | None:
-        """Return what the engine is to be asked now; it must be answered before the next one."""
+        """Return the next question to the engine; it must be answered before the next one."""
         if not self.is_on or len(self._log):
             return None
         if self._is_listing_due or not self._log.is_on:
@@ -163,7 +163,7 @@ class LogFollower:
         return ReadTokens(self._reading) if self._reading else None
 
     def answer(self, question: Question, answer: CacheAnswer | IcehouseError) -> bool:
-        """Take the answer in; False when it is better to wait before the next question."""
+        """Apply the answer; False if it is better to wait before the next question."""
         if isinstance(answer, Listing):
             self._left_count = answer.left_count
         elif isinstance(answer, BlockTokens):
@@ -174,6 +174,6 @@ class LogFollower:
             self._reading = ()
             return False
         else:
-            # No cache, or an engine that ends: nothing will ever be told.
+            # No cache, or the engine is ending: there will never be events.
             self._is_given_up = True
         return True

@@ -1,7 +1,7 @@
-"""KV events: which whole blocks this server can reuse, told to gateways that route prompts by it.
+"""KV events: which whole blocks this server can reuse, for gateways that route prompts by it.
 
-Tails are not told, nor a block whose prefix is not whole: nobody could route by either. A block's name is cut
-to the 64 bits that gateways keep; they hash its tokens by themselves.
+Only whole blocks with a whole prefix are published: nobody could route by others. A block's name is cut to
+the 64 bits that gateways keep; they hash its tokens themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KvBlock:
     """As `blocks.pack_tokens` has them."""
     scope: CacheScope
     images: tuple[BlockImage, ...] = ()
-    """Those that the block overlaps, in order: its tokens do not say which."""
+    """The images that the block overlaps, in order: its tokens do not say which."""
 
     @property
     def token_count(self) -> int:
@@ -68,7 +68,7 @@ class BlockRemoved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """Forget all that was told before: what follows is the whole."""
+    """Forget everything before: what follows is the whole state."""
 
 
 KvEvent = BlockStored | BlockRemoved | BlocksCleared
@@ -76,7 +76,7 @@ KvEvent = BlockStored | BlockRemoved | BlocksCleared
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Which part of a state a batch is: such batches end at the number that the state was taken at."""
+    """Which part of a snapshot a batch is. Its last batch has the number at which it was taken."""
 
     index: int
     chunk_count: int
@@ -86,7 +86,7 @@ class SnapshotChunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvBatch:
-    """Events that happened together. Numbers rise by one, and go on where a restarted server begins anew."""
+    """Events that happened together. Numbers rise by one."""
 
     sequence_number: int
     time: float
@@ -96,7 +96,7 @@ class KvBatch:
 
 
 def images_of(extra: bytes) -> tuple[BlockImage, ...]:
-    """Return the images of a block by its header; raises ValueError for what no header of ours says."""
+    """Return the images of a block by its header; raises ValueError for a header of another version."""
     return tuple(BlockImage(run.digest.hex(), run.start - run.place) for run in runs_of(extra))
 
 

@@ -33,7 +33,7 @@ from icehouse_server.rpc.messages.proto_map import enum_of
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_COUNT_LIMIT = 4096
 PART_COUNT_LIMIT = 256
-"""Parts of one message, and calls of one."""
+"""Parts of one message, and tool calls of one."""
 TOOL_COUNT_LIMIT = 128
 TOOL_BYTES_LIMIT = 1 << 20
 """Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
@@ -78,7 +78,7 @@ def conversation_of(
 
 
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
-    """Refuse tools, or the choice of one, beside a prompt that is no conversation."""
+    """Refuse tools, or a tool choice, with a prompt that is no conversation."""
     if tools:
         raise _bad_tool(
             f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`", field="tools"
@@ -249,7 +249,7 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
 
 
 def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
-    """Return the file in a data URI (RFC 2397), whatever it is called, leniently as browsers read base64."""
+    """Return the file in a data URI (RFC 2397); base64 is read as leniently as in browsers."""
     head, comma, body = image.uri.partition(",")
     told, *options = head[len("data:") :].split(";")
     if not comma or not options or options[-1].strip().lower() != "base64":
@@ -265,7 +265,7 @@ def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail)
 
 
 def _from_base64(text: str) -> bytes:
-    """Return the bytes; lines, and an end that is not filled up, are as good as one whole text."""
+    """Return the bytes; line breaks and missing padding are accepted."""
     if "%" in text:
         text = urllib.parse.unquote(text, errors="strict")
     encoded = b"".join(text.encode("ascii").split())
@@ -288,7 +288,7 @@ def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
 
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
-    """Return the template's arguments; sorted, since the order of a Struct's keys is chance."""
+    """Return the template's arguments; sorted, since a Struct's keys have no order."""
     try:
         arguments = _settled(MessageToDict(struct))
     except ValueError:
@@ -319,7 +319,7 @@ def _check_count(count: int, limit: int, *, what: str, field: str) -> None:
 
 
 def _check_end(conversation: Conversation) -> None:
-    """Refuse ways to end a prompt that exclude each other."""
+    """Refuse options for the prompt's end that exclude each other."""
     last = conversation.messages[-1]
     if conversation.continues_final_message:
         field = "chat.continue_final_message"
@@ -340,10 +340,10 @@ class _NoObject(ValueError):
 
 
 def _object_of(text: str) -> dict[str, Any]:
-    """Return the JSON object; raises ValueError whose message says what the text is instead."""
+    """Return the JSON object; raises ValueError that says what the text is instead."""
     try:
         parsed = json.loads(text)
-        # Half of a surrogate pair can be written in JSON, and nowhere else.
+        # JSON can contain half of a surrogate pair, which cannot be encoded.
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         raise _NoObject(f"is no JSON: {error.msg} at character {error.pos}") from None

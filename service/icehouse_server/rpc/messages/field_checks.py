@@ -1,9 +1,4 @@
-"""Validation: request messages to domain data. Every refusal is an InvalidRequest that names its field.
-
-Pure functions; tokenization and the checks that need its result are in `prompts`.
-
-The check of token ids that a caller sends.
-"""
+"""Field checks: fields of request messages to domain data. Each refusal names its field. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ _LISTED_LIMIT = 16
 
 
 def shown(value: object) -> str:
-    """Return a caller's value fit for a message: quoted if text, and never longer than a line."""
+    """Return a caller's value for a message: quoted if text, and at most one line long."""
     text = repr(value)
     return text if len(text) <= _SHOWN_LENGTH_LIMIT else text[: _SHOWN_LENGTH_LIMIT - 1] + "…"
 
@@ -92,10 +87,10 @@ def session_id_of(session_id: str) -> str:
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:
-    """Return how many tokens to generate at most, not above the server's limit; 0 asks for the default.
+    """Return how many tokens to generate at most, within the server's limit; 0 asks for the default.
 
-    More than that is no mistake: clients send a large number to whatever serves them, and the context ends an
-    output before it as well.
+    A larger number is not refused: clients send one to any server, and the context may end an output earlier
+    as well.
     """
     if value < 0:
         refuse_value("max_output_tokens", value, "1 or more, or absent")
@@ -151,7 +146,7 @@ def check_stop_token_count(count: int, *, field: str) -> None:
 
 
 def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:
-    """Return which log probabilities to tell."""
+    """Return which log probabilities to send."""
     if not 0 <= proto.top_count <= TOP_LOGPROB_COUNT_LIMIT:
         refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
     if len(proto.token_ids) > TOP_LOGPROB_COUNT_LIMIT:
@@ -170,9 +165,9 @@ def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use
 
 
 def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
-    """Return whose blocks may be shared: the proved tenant's; raises Forbidden for another's name.
+    """Return the tenant whose blocks may be used; raises Forbidden for another one than the caller's.
 
-    Where nobody proves who they are, and for operators, the request may name any.
+    Operators, and everybody if no credentials are required, may name any tenant.
     """
     size_bytes = len(proto.tenant.encode("utf-8"))
     if size_bytes > TENANT_BYTE_LIMIT:
@@ -194,7 +189,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
 def shared_tenant_of(
     proto: cache_policy_pb2.CachePolicy, caller: Caller, grants: Mapping[str, frozenset[str] | None]
 ) -> Tenant | None:
-    """Return the tenant whose prompts it may start from too; raises Forbidden where that is not granted."""
+    """Return the tenant whose prompts it may also start from; raises Forbidden if that is not granted."""
     name = proto.shared_prefix_name
     size_bytes = len(name.encode("utf-8"))
     if size_bytes > TENANT_BYTE_LIMIT:

@@ -42,8 +42,8 @@ def sampling_of(
     max_output_tokens: int,
     info: ModelInfo,
 ) -> SamplingParams:
-    """Return the sampling parameters with the API's defaults filled in; `bad_words` need the tokenizer
-    and are read by `spellings`."""
+    """Return the sampling parameters, with the API's defaults; `bad_words` need the tokenizer: see
+    `spellings`."""
     _check_filters(proto)
     _check_penalties(proto)
     if not 0 <= proto.min_output_tokens <= max_output_tokens:
@@ -75,7 +75,7 @@ def sampling_of(
 
 
 def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words that the output must not have; refuses too many, and empty or long ones."""
+    """Return the words that the output must not contain; refuses too many, and empty or long ones."""
     if len(words) > BAD_WORD_COUNT_LIMIT:
         refuse_value("sampling.bad_words", len(words), f"at most {BAD_WORD_COUNT_LIMIT} texts", unit="texts")
     for index, word in enumerate(words):
@@ -93,8 +93,8 @@ def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
 def spellings(
     words: Sequence[str], tokenizer: TokenizerPort, *, vocabulary_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return what the tokenizer makes of each word, alone and behind a space, as far as the model can draw
-    it; raises InvalidRequest for one that takes too many tokens."""
+    """Return each word's tokens, with and without a space before it, if the model can generate them; raises
+    InvalidRequest for a word of too many tokens."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         forms = (word,) if word.startswith(" ") else (word, f" {word}")
@@ -115,7 +115,7 @@ def spellings(
 def _check_filters(proto: sampling_pb2.SamplingParams) -> None:
     if not (math.isfinite(proto.temperature) and proto.temperature >= 0):
         refuse_value("sampling.temperature", proto.temperature, "a finite number >= 0; 0 is greedy")
-    # NaN fails every comparison, so each range is written as what is allowed.
+    # NaN fails every comparison, so each condition says what is allowed.
     if proto.HasField("top_p") and not 0 < proto.top_p <= 1:
         refuse_value("sampling.top_p", proto.top_p, "> 0 and <= 1; 1 keeps all tokens")
     if proto.top_k < 0:
@@ -239,7 +239,7 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
         return LarkGrammar(proto.lark)
     if kind == "choice" and proto.choice.texts:
         check_choice_count(len(proto.choice.texts), field=f"{_FIELD}.choice.texts")
-        # A form is remembered as it is, and texts that are repeated add nothing to it.
+        # Formats are cached, and repeated texts change nothing.
         return Choice(tuple(dict.fromkeys(proto.choice.texts)))
     if kind == "choice":
         raise _missing(
@@ -252,7 +252,7 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
 
 
 def check_choice_count(count: int, *, field: str) -> None:
-    """Refuse more texts than one choice may have: each costs time and memory, the empty ones too."""
+    """Refuse more texts than one choice may have: each costs time and memory, even an empty one."""
     if count > CHOICE_TEXT_LIMIT:
         refuse_value(field, count, f"at most {CHOICE_TEXT_LIMIT} texts", unit="texts")
 

@@ -1,8 +1,8 @@
 """Map between dataclasses of counters and their protobuf messages, both ways, by name. Pure functions.
 
-`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp, an enum
-goes by its members' names, what is None stays absent; dataclasses are messages, tuples are
-repeated fields. The few exceptions are listed; a test holds both sides to the same fields.
+`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp. Enums go by
+the names of their members, None is absent, dataclasses are messages, tuples are repeated fields. The few
+exceptions are listed here; a test compares the fields of both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
 """Properties that have a field in the message."""
 NOT_SENT: dict[type[Any], tuple[str, ...]] = {CacheStats: ("tenants",)}
-"""Fields that have none: a tenant's are shown with the rest of its numbers."""
+"""Fields that the message lacks: a tenant's are sent with the rest of its numbers."""
 _SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_s", ""))
 
 
@@ -86,8 +86,10 @@ def fill(message: M, value: Any) -> M:
 
 
 def from_proto(message: Message, kind: type[D]) -> D:
-    """Return a message as a dataclass. Raises KeyError at an enum's value that only a newer server knows;
-    repeated messages that hold one are left out."""
+    """Return a message as a dataclass; raises KeyError for an enum value of a newer server.
+
+    Repeated messages with such a value are left out.
+    """
     hints = typing.get_type_hints(kind)
     derived = DERIVED.get(kind, ())
     return kind(

@@ -36,15 +36,15 @@ from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verificatio
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, fill, to_proto
 
 Spell = Callable[[int], str]
-"""A token id's own spelling."""
+"""Returns a token id's own spelling."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportNotes:
-    """What goes into a cache report beside what the engine tells."""
+    """What a cache report says beside what the engine reports."""
 
     text: Spell | None = None
-    """A token id's text; None where the caller may not be told of the cached prompts of this tenant."""
+    """Returns a token id's text; None if the caller must not see cached prompts of this tenant."""
     changes: tuple[PromptChange, ...] = ()
 
 
@@ -132,7 +132,7 @@ def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.Prefill
 
 
 def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenLogprobs:
-    """Return what the model thought of one token; `piece` spells a token."""
+    """Return one token's log probabilities; `piece` spells a token."""
     top, asked = (
         [
             logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
@@ -225,7 +225,7 @@ def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
 
 
 def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
-    """Return what a check found; the list of names is cut, their number is not."""
+    """Return what a check found; the list of names is cut, the count is not."""
     return cache_service_pb2.VerifyResponse(
         verified_block_count=report.verified_block_count,
         verified_bytes=report.verified_bytes,

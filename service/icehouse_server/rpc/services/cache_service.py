@@ -1,5 +1,4 @@
-"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats; those that may be long with progress,
-too."""
+"""CacheService: Explain, Warm, Pin, Unpin, Evict, Verify, WatchStats; the long ones also with progress."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                     return response.finished
         raise AssertionError("a request's events ended without Finished or Failed")
 
-    # Written with context.write, as WatchStats is: only so can a write that blocks be timed.
+    # Written with context.write, as WatchStats is: otherwise a write that blocks could not be timed.
     async def WarmWithProgress(  # type: ignore[override]
         self, request: messages.WarmRequest, context: Context
     ) -> None:
@@ -108,7 +107,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def _warmed(
         self, request: messages.WarmRequest, call: RpcCall, *, on_stall: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[messages.WarmWithProgressResponse, None]:
-        """Yield what there is to tell of a warm-up, `finished` last; closing it ends the request."""
+        """Yield the messages of a warm-up, `finished` last; closing the generator ends the request."""
         model = self._router.require_model()
         whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
         if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
@@ -179,7 +178,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             )
 
     async def _target_of(self, request: messages.EvictRequest, call: RpcCall) -> ListKnown:
-        """Return what tells the blocks that are to be removed."""
+        """Return which blocks to remove."""
         kind = request.WhichOneof("target")
         if kind is None:
             raise InvalidRequest(
@@ -216,7 +215,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             await timer.write(context, messages.VerifyWithProgressResponse(finished=verify_response(found)))
 
     def _check_of(self, request: messages.VerifyRequest) -> ListStored:
-        """Return what tells the blocks that are to be read."""
+        """Return which blocks to read."""
         if request.block_limit < 0:
             refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
         return ListStored(request.block_limit)

@@ -29,11 +29,11 @@ _POOLINGS = {
 
 
 _NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
-"""A vector needs every token's hidden state, or comes of a text that nobody continues."""
+"""A vector needs every token's hidden state, and nobody continues such a text."""
 
 
 class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
-    """Each input runs through the engine like a prompt that wants no output."""
+    """Each input runs through the engine like a prompt without output."""
 
     def __init__(self, parts: ServiceParts) -> None:
         self._config = parts.config
@@ -48,7 +48,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
             return await self.embed(request, call)
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
-        """Return a vector for each input; raises what refuses them."""
+        """Return a vector for each input; raises what refuses the request."""
         model = self._router.require_model()
         whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
         dimension_count = self._check(request, model.info)
@@ -82,7 +82,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         )
 
     def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
-        """Refuse what needs no tokenizer to be refused; return the dimensions to keep."""
+        """Refuse what can be refused without the tokenizer; return the number of dimensions."""
         if not info.embedding_size:
             raise CannotFit(
                 Reason.EMBEDDING_UNSUPPORTED,

@@ -83,9 +83,10 @@ class Generation:
         model: ServedModel,
         call: RpcCall,
     ) -> GenerationRequest:
-        """Return a request without a prompt, which asks for no output; the call learns its names.
+        """Return a request without a prompt and output; the call learns its names.
 
-        It is what all messages that run have in common. Raises what refuses it; nothing needs the tokenizer.
+        This is what all messages that run the engine have in common. Raises what refuses it; needs no
+        tokenizer.
         """
         check_model(message.model, model.info)
         check_adapter(message.adapter, model.info)
@@ -129,9 +130,9 @@ class Generation:
         max_reasoning_tokens: int | None = None,
         completion_count: int = 1,
     ) -> Prepared:
-        """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it.
+        """Return what the engine is asked, after all work of the tokenizer; raises what refuses it.
 
-        `request` is without its prompt, banned words and grammar.
+        `request` comes without prompt, banned words and grammar.
         """
         prompt = await self._read(unread, model, call)
         sampling = request.sampling
@@ -173,7 +174,7 @@ class Generation:
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None
     ) -> Grammar | None:
-        """Return what the output must be: of a form asked for, or what holds calls to their tools."""
+        """Return the grammar of the response format, or of the tools that the output must call."""
         call_form = None if chat is None else chat.rendered.call_form
         if call_form is None:
             return None if form is None else await self._grammars.compile(form)
@@ -188,11 +189,8 @@ class Generation:
     async def read_prompt(
         self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
-        """Return the token keys of a prompt that the engine does not run, and what is to be noted of it;
-        raises what refuses it.
-
-        `kind` is the prompt's set field.
-        """
+        """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
+        raises what refuses it. `kind` is the prompt's set field."""
         model = self._router.require_model()
         check_model(message.model, model.info)
         check_adapter(message.adapter, model.info)
@@ -205,7 +203,7 @@ class Generation:
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
     def charge(self, token_count: int, *, call: RpcCall) -> None:
-        """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""
+        """Charge tokens of a call that runs no request; raises Overloaded as a request would."""
         self._tenants.charge(call.caller.tenant or Tenant(""), token_count)
 
     async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: RpcCall) -> ReadPrompt:
@@ -214,7 +212,7 @@ class Generation:
         call.tokenize_s = self._clock.monotonic() - began
         call.prompt_token_count = len(read.token_ids)
         if read.images:
-            # Until the call ends: a request that is parked reads its images again.
+            # Until the call ends: a parked request reads its images again.
             size_bytes = sum(span.image.size_bytes for span in read.images)
             call.holds.enter_context(self._prompts.image_memory.place(callers.origin.get(), size_bytes))
         return read
@@ -228,14 +226,14 @@ class Generation:
         on_open: Callable[[OpenRequest], None] = lambda _: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """Submit requests for one prompt together and give their events, with which of them it is of;
-        leaving the block early cancels them all at once.
+        """Submit requests for one prompt together and give their events, each with its request's index.
+        Leaving the block early cancels all of them.
 
-        The iterator ends after each one's `Finished` and raises the error of the first `Failed`.
+        The iterator ends after each request's `Finished` and raises the error of the first `Failed`.
         """
 
         def stalled(index: int) -> None:
-            # The others are cancelled on the way out: their ends must not be heard before the reason.
+            # The others are cancelled on the way out: their ends must not be reported before the reason.
             self._engine.cancel(requests[index].request_id)
             on_stall()
 
@@ -256,7 +254,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """Shared by the services. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
+    """What the services share. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
 
     config: ServerConfig
     calls: RpcCalls
@@ -267,7 +265,7 @@ class ServiceParts:
 
 
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:
-    """Return how the reply thinks, if it does; raises InvalidRequest where it shall stop and cannot."""
+    """Return how the reply reasons, if it does; raises InvalidRequest if it must stop and cannot."""
     if prompt.chat is None:
         if limit is not None:
             refuse_value("max_reasoning_tokens", limit, "absent without `chat`")
@@ -286,10 +284,10 @@ def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) 
 
 
 def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: RpcCall) -> ReportNotes:
-    """Return what a prompt's cache report says beside what the engine tells.
+    """Return what a prompt's cache report says beside what the engine reports.
 
-    Where a prompt parts from a cached one is for the tenant that both are of: an operator who acts for
-    another one is not told.
+    Where a prompt differs from a cached one is shown only to the tenant of both, not to an operator who acts
+    for another one.
     """
     tokenizer = model.tokenizer
 

@@ -79,10 +79,10 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 [cache_report_proto(cache, prepared.notes) for cache in caches],
                 lists_completions=request.completions > 0,
             )
-        # `Calls` turns every error into a status and raises that.
+        # `RpcCalls` turns every error into a status and raises that.
         raise AssertionError("a call that answered nothing ended well")
 
-    # Written with context.write, not as a generator: only so can a write that blocks be timed.
+    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Stream(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> None:
@@ -158,9 +158,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         *,
         read_images: Callable[[], SentImages] | None = None,
     ) -> Prepared:
-        """Return what the engine is asked; what needs no tokenizer is refused first: that costs nothing.
+        """Return what the engine is asked. What can be refused without the tokenizer is refused first.
 
-        `read_images` gives those that its tokens stand for, if any, off the event loop.
+        `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
         """
         model = self._router.require_model()
         if request.session_id:
@@ -214,7 +214,7 @@ def _operation_of(request: messages.GenerateRequest) -> Operation:
 
 
 _LENGTH_DELIMITED = 2
-"""The wire type of messages in messages."""
+"""The wire type of nested messages."""
 
 
 class ReplySum:
@@ -227,10 +227,10 @@ class ReplySum:
     def __init__(self, *, completion_count: int) -> None:
         self._started = inference.Started()
         self._logprobs = bytearray()
-        """Those of the prompt and of the first completion, as fields of the answer."""
+        """Those of the prompt and of the first completion, encoded as fields of the answer."""
         self._outputs = [_CompletionSum() for _ in range(completion_count)]
         self.size_bytes = 0
-        """What was added, as it goes over the wire."""
+        """The encoded size of everything added."""
 
     def add(self, responses: Iterable[inference.StreamResponse]) -> None:
         """Add messages, in order."""
@@ -249,8 +249,8 @@ class ReplySum:
                     self._outputs[response.finished.completion_index].finished = response.finished
 
     def response(self, caches: Iterable[usage_pb2.CacheReport], *, lists_completions: bool) -> Encoded:
-        """Return the whole, a GenerateResponse, once each `finished` was added; `caches` is what each
-        completion reused."""
+        """Return the GenerateResponse, once each `finished` was added; `caches` is what each completion
+        reused."""
         completions = [
             output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
             for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
@@ -296,7 +296,7 @@ class _CompletionSum:
         self._reasonings: list[str] = []
         self._token_ids: list[int] = []
         self.logprobs = bytearray()
-        """As fields of a completion."""
+        """Encoded as fields of a completion."""
         self._calls: dict[int, tool_pb2.ToolCall] = {}
         self._arguments: dict[int, list[str]] = {}
         self._malformed: list[tool_pb2.MalformedToolCall] = []
@@ -342,7 +342,7 @@ class _CompletionSum:
 
 
 def _completion_field(*parts: bytes) -> tuple[bytes, ...]:
-    """Return one of the answer's `completions`, made of these parts, as it goes over the wire."""
+    """Return one of the answer's `completions`, encoded, made of these parts."""
     tag = inference.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
     return (_varint(tag), _varint(sum(len(part) for part in parts)), *parts)
 

@@ -28,7 +28,7 @@ from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
 
 _UNUSED_INTERVAL_S = 1.0
-"""For a sampler that nobody starts."""
+"""For a poller that is never started."""
 
 
 class Observation:
@@ -41,7 +41,7 @@ class Observation:
         self._task: asyncio.Task[None] | None = None
         self._reported: Snapshot | None = None
         self._load_report = b""
-        """Of the snapshot that was reported last: it is encoded once, whatever the number of calls."""
+        """The report of that snapshot: it is encoded once, whatever the number of calls."""
         slow = SlowRequests(clock)
         self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=slow, clock=clock)
         self.poller = StatsPoller(
@@ -84,7 +84,8 @@ class Observation:
 
 
 class StatsPoller:
-    """Keeps the latest snapshot. Sampling belongs to the event loop; any thread may read `latest`."""
+    """Polls the engine's counters, so that metrics and load reports never ask. Owned by the event loop; any
+    thread may read `latest`."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class StatsPoller:
             await asyncio.sleep(self.interval_s)
 
     async def sample(self) -> None:
-        """Take one sample; an engine that does not answer in time leaves the last counters standing."""
+        """Take one sample; if the engine does not answer in time, the last counters stay."""
         answer: tuple[EngineStats, CacheStats | None] | None = None
         if self._router.state is EngineState.READY:
             try:
@@ -155,14 +156,15 @@ def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> Rates:
 
 
 BLOCK_LIMIT = 1024
-"""Blocks that are asked for: a millisecond of the engine's (2-core x86)."""
+"""Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
 
 _PATIENCE_S = 1.0
-"""How long an answer of the engine is waited for: one that is lost keeps nobody waiting for ever."""
+"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
 
 
 class StatusReader:
-    """Owned by the event loop. Whoever calls bounds how often: a read is a command to the engine."""
+    """The status for the status page. Owned by the event loop. Each read is a command to the engine, so
+    callers limit how often they read."""
 
     def __init__(
         self, *, engine: EnginePort, router: Router, poller: StatsPoller, slow: SlowRequests, clock: Clock
@@ -174,9 +176,9 @@ class StatusReader:
         self._clock = clock
 
     async def read(self, *, with_tokens: bool = False) -> ServerStatus:
-        """Return the status; an engine that does not answer in time leaves the blocks out.
+        """Return the status, without blocks if the engine does not answer in time.
 
-        `with_tokens` brings those of the blocks, as far as the engine has them at hand.
+        `with_tokens` adds the tokens of the blocks that the engine has at hand.
         """
         blocks = await self._recent_blocks(ListRecent(BLOCK_LIMIT, with_tokens))
         return ServerStatus(
@@ -187,7 +189,7 @@ class StatusReader:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that a status brought. Any thread: the model stays once it is there."""
+        """Return the text of a status's tokens. Any thread: a loaded model stays."""
         model = self._router.model
         assert model is not None, "tokens before a model"
         return model.tokenizer.decode(token_ids)
@@ -235,7 +237,8 @@ _BURST_COUNT = 64
 
 
 class StatsReader:
-    """Asks the engine between two of its steps. Owned by the event loop."""
+    """Asks the engine for its counters between two steps, for CacheStats and WatchStats. Owned by the event
+    loop."""
 
     def __init__(
         self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
@@ -250,18 +253,17 @@ class StatsReader:
         self._pace = Pace(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
         self._latest: Counters | None = None
         self._told: dict[Tenant | None, _Told] = {}
-        """What the latest counters are to each tenant that asked, None for who hears of all."""
+        """The answers made of the latest counters, by tenant; None for those who see all."""
 
     async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
-        """Return the counters; raises Unavailable or EngineFailed when the engine does not run.
+        """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
 
-        What the whole server does tells one tenant of the others, so it is for operators.
+        Only operators see the whole server's: they would tell one tenant of the others.
         """
         return (await self._read(caller)).stats
 
     async def watched(self, caller: Caller) -> Encoded:
-        """Return them as WatchStats tells them, in one message for all who are told the same; raises as
-        `read` does."""
+        """Return them as an encoded WatchStatsResponse, one for all who see the same; raises as `read` does."""
         return (await self._read(caller)).watched
 
     async def _read(self, caller: Caller) -> _Told:
@@ -288,10 +290,10 @@ class StatsReader:
         return response
 
     async def ask(self) -> Counters:
-        """Return the counters as the engine tells them from now on; raises as `read` does.
+        """Return the engine's next counters; raises as `read` does.
 
-        All who come while the engine is being asked get its next answer together, and it is asked so often
-        only: counting takes longer the more blocks there are, on the threads that everybody waits for.
+        All who come while the engine is being asked share its next answer, and the rate is limited: counting
+        takes longer the more blocks there are, on threads that everybody waits for.
         """
         self._router.require_model()
         if self._next is None:
@@ -302,7 +304,7 @@ class StatsReader:
     async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
         if before is not None:
             await asyncio.wait((before,), timeout=_PATIENCE_S)
-        # A few times at once, then only so often in a second.
+        # A burst at once, then only so many a second.
         now = asyncio.get_running_loop().time()
         if delay_s := self._pace.delay_s("", now=now, longest_s=math.inf):
             await asyncio.sleep(delay_s)
@@ -314,7 +316,7 @@ class StatsReader:
 
 
 class _Told:
-    """What all who may hear the same are told of the same counters."""
+    """An answer made of the counters, for all who may see the same."""
 
     def __init__(self, stats: inference_service_pb2.CacheStatsResponse) -> None:
         self.stats = stats
@@ -326,6 +328,6 @@ class _Told:
 
 
 def _noted(asked: asyncio.Future[Counters]) -> None:
-    """Look at how it ended, even if everybody who asked has left."""
+    """Retrieve its error, even if everybody who asked has left."""
     if not asked.cancelled():
         asked.exception()

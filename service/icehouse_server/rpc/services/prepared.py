@@ -54,7 +54,8 @@ class RenderedConversation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """Ready to run. `chat` is None where the prompt was plain text or tokens: then nothing is told apart."""
+    """A request that is ready to run. `chat` is None if the prompt was text or tokens: its output is not
+    split into parts."""
 
     model: ServedModel
     request: GenerationRequest
@@ -63,7 +64,7 @@ class Prepared:
     """`Clock.wall` when the request reached the edge."""
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
-    """What its cache reports say beside what the engine tells."""
+    """What its cache reports say beside what the engine reports."""
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
@@ -72,11 +73,11 @@ class Prepared:
 
     @property
     def requests(self) -> tuple[GenerationRequest, ...]:
-        """What the engine is asked: one request a completion, or one for all where they are all alike."""
+        """What the engine is asked: one request for each completion, or a single one if all are alike."""
         return self.completions[:1] if self._is_greedy else self.completions
 
     def told_by(self, index: int) -> Sequence[int]:
-        """Return the completions that the events of `requests[index]` are of."""
+        """Return the completions that get the events of `requests[index]`."""
         return range(self.completion_count) if self._is_greedy else (index,)
 
     @property
@@ -121,9 +122,9 @@ class Prepared:
 def requests_together(
     whole: GenerationRequest, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[list[int], list[GenerationRequest]]:
-    """Return a request for each prompt, like `whole` in everything else, and which prompt each one is of.
+    """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
 
-    The engine judges requests that come together by the first, so that is the longest.
+    The engine judges requests that come together by the first one, so that is the longest.
     """
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     requests = [
@@ -136,11 +137,11 @@ def requests_together(
 
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
-"""Ends of outputs that would have gone on."""
+"""Reasons why an output ended too early."""
 
 
 class Replies:
-    """The outputs of one request to the messages of one stream, which starts once."""
+    """Turns the events of all completions of a request into the messages of one stream."""
 
     def __init__(self, replies: Sequence[ReplyMessages]) -> None:
         self._replies = replies
@@ -152,7 +153,7 @@ class Replies:
             is_first, self._has_started = not self._has_started, True
             return self._replies[0].responses(event) if is_first else []
         if isinstance(event, PrefillProgress) and index > 0:
-            # The first one's prefill is everybody's, or nearly.
+            # The prefill of the first one is also that of the others, or nearly.
             return []
         responses = self._replies[index].responses(event)
         for response in responses:
@@ -164,7 +165,7 @@ class Replies:
 
 
 class ReplyMessages:
-    """One output's events to the messages of a stream. Without a splitter everything is text."""
+    """Turns the events of one completion into messages. Without a splitter everything is text."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class ReplyMessages:
                 raise AssertionError("a failure is raised, not handed out")
 
     def _deltas(self, event: Delta) -> list[inference.Delta]:
-        """Return one message at least: tokens are told even where their text has to wait."""
+        """Return at least one message: tokens are sent even if their text has to wait."""
         whole = delta_proto(event, piece=self._piece)
         if self._splitter is None:
             return [whole]
@@ -244,7 +245,7 @@ def _piece_proto(piece: Piece) -> inference.Delta:
 
 
 CALL_ID_LENGTH = 9
-"""Mistral's templates take ids of nine letters and digits and no others."""
+"""Mistral's templates take only ids of nine letters and digits."""
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -252,8 +253,8 @@ _ALPHABET = string.ascii_letters + string.digits
 def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], str]:
     """Return a function from a call's index to its id.
 
-    The same request gives the same ids, by Generate and by Stream; a later turn of the same conversation,
-    whose prompt is longer, gives others even under the same request id.
+    The same request gives the same ids, by Generate and by Stream. A later turn of the conversation has a
+    longer prompt, so its ids differ even under the same request id.
     """
     digest = hashlib.sha256(
         request_id.encode("utf-8") + b"\0" + array.array("q", token_ids).tobytes()

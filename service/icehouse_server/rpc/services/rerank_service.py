@@ -27,7 +27,7 @@ from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, Uncheck
 
 
 class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
-    """Each document runs through the engine like a prompt that wants one token."""
+    """Each document runs through the engine like a prompt with one output token."""
 
     def __init__(self, parts: ServiceParts) -> None:
         self._config = parts.config
@@ -45,7 +45,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             whole = dataclasses.replace(
                 whole,
                 max_output_tokens=1,
-                # An end token is not shown; here it only says that neither answer was the likeliest token.
+                # An end token is not shown; here it only means that neither answer was the most likely token.
                 sampling=SamplingParams(ignores_end_tokens=True),
                 logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
             )
@@ -79,7 +79,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         for index, document in enumerate(request.documents):
             with names_item(f"documents[{index}]", names_field=False):
                 prompt = await self._prompts.read(form.unchecked(document), model)
-            # The form's fault, not the document's.
+            # A fault of the form, not of the document.
             check_begins_with_answer(prompt)
             prompts.append(prompt.token_ids)
         call.prompt_token_count = sum(map(len, prompts))
@@ -87,7 +87,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
 
 
 class _Ranking:
-    """What the engine has told of the documents so far."""
+    """What the engine has reported of the documents so far."""
 
     def __init__(self, request_id: str, model_id: str, prompts: list[tuple[int, ...]]) -> None:
         self._request_id = request_id
@@ -129,7 +129,7 @@ class _Ranking:
 
 
 def _logistic(log_odds: float) -> float:
-    # Written for either sign, so that no power overflows.
+    # One case for each sign, so that no power overflows.
     if log_odds >= 0:
         return 1.0 / (1.0 + math.exp(-log_odds))
     power = math.exp(log_odds)
@@ -146,7 +146,7 @@ _DEFAULT_TURNS = messages.RerankTurns(
     ),
     user="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
 )
-"""What Qwen3-Reranker was trained with, by its model card; its template gives the rest."""
+"""The prompt that Qwen3-Reranker was trained with, by its model card; its template adds the rest."""
 
 _FORM_LENGTH_LIMIT = 256 << 10
 _LENGTH_LIMIT = 4 << 20
@@ -158,16 +158,16 @@ _PLACES = re.compile(r"\{(instruction|query|document)\}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RerankForm:
-    """The request's form with everything known but the document. `turns` is None for plain text."""
+    """The request's form with all values but the document. `turns` is None for plain text."""
 
     turns: messages.RerankTurns | None
     text: str
     known: Mapping[str, str]
 
     def unchecked(self, document: str) -> UncheckedPrompt:
-        """Return the prompt that asks about one document; raises InvalidRequest when that is too long.
+        """Return the prompt that asks about one document; raises InvalidRequest if it is too long.
 
-        A form may name a place as often as it likes, so its length is known before it is filled.
+        A form may name a place many times, so the length is computed before it is filled.
         """
         size = sum(_filled_length(text, self._values(document)) for text in self._texts)
         if size > _LENGTH_LIMIT:
@@ -187,7 +187,7 @@ class RerankForm:
         return {**self.known, "document": document}
 
     def prompt(self, document: str) -> Text | Chat:
-        """Return the prompt that asks about one document; raises InvalidRequest for none."""
+        """Return the prompt that asks about one document; raises InvalidRequest for an empty one."""
         if not document:
             raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
         values = self._values(document)
@@ -221,7 +221,7 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
 
 
 def check_begins_with_answer(prompt: ReadPrompt) -> None:
-    """Refuse a prompt after which the model would think first."""
+    """Refuse a prompt after which the model would reason first."""
     if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
         raise InvalidRequest(
             Reason.CHAT_INVALID,
@@ -232,7 +232,7 @@ def check_begins_with_answer(prompt: ReadPrompt) -> None:
 
 
 def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_size: int) -> tuple[int, int]:
-    """Return the answers' tokens, given the spelling of each; raises InvalidRequest unless that is one."""
+    """Return the answers' tokens, given each one's spelling; raises InvalidRequest unless that is one token."""
     for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
         if len(spelling) != 1:
             refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
@@ -251,7 +251,7 @@ def _check_places(field: str, template: str) -> None:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
         raise InvalidRequest(
             Reason.PARAMETER_OUT_OF_RANGE,
-            # The form is not shown: it is most of a prompt.
+            # The message does not show the form: it is most of a prompt.
             f"`{field}` must have {wanted} in it",
             field=field,
             metadata={"field": field, "wanted": wanted},
@@ -259,11 +259,11 @@ def _check_places(field: str, template: str) -> None:
 
 
 def _filled_length(template: str, values: Mapping[str, str]) -> int:
-    """Return how long the filled template is; counting takes no Python for each place."""
+    """Return the length of the filled template, without filling it."""
     lengths = ((f"{{{name}}}", len(value)) for name, value in values.items())
     return len(template) + sum(template.count(place) * (length - len(place)) for place, length in lengths)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Put values into their places, all at once: what stands in a value is text."""
+    """Put values into their places, all at once, so that a value is never taken for a place."""
     return _PLACES.sub(lambda found: values[found[1]], template)

@@ -35,7 +35,7 @@ _STATES = {
 
 
 class ServerService(server_service_pb2_grpc.ServerServiceServicer):
-    """Shows the server and what it works on. Owned by the event loop."""
+    """The server and its requests. Owned by the event loop."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
 
 
 def server_proto(config: Config) -> messages.Server:
-    """Return what the configuration says of a server, which does not change while it lives."""
+    """Return what the configuration says of a server; it does not change while the server runs."""
     server = config.server
     return messages.Server(
         version=server_version(),
@@ -146,7 +146,7 @@ def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
 
 
 def server_version() -> str:
-    """Return the release that runs; "source" in a checkout that was never installed."""
+    """Return the installed version; "source" in a checkout that was never installed."""
     try:
         return importlib.metadata.version("icehouse")
     except importlib.metadata.PackageNotFoundError:
@@ -163,7 +163,7 @@ def _number_of(page_token: str) -> int:
 
 
 class ModelService(model_service_pb2_grpc.ModelServiceServicer):
-    """Shows what is served."""
+    """The model that is served."""
 
     def __init__(self, *, calls: RpcCalls, router: Router) -> None:
         self._calls = calls
@@ -172,7 +172,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: models.ListModelsRequest, context: Context
     ) -> models.ListModelsResponse:
-        """Answer with the one page there is."""
+        """Answer with the only page."""
         async with self._calls.call("ListModels", context):
             page_size_of(request.page_size)
             if request.page_token:

@@ -19,11 +19,12 @@ FINISH_REASONS = {
 }
 ABORTED = "abort"
 _LOGPROB_BYTES = 120
-"""What one takes as an object, about."""
+"""About the memory that one takes as an object."""
 
 
 class WorkerReply:
-    """One output of a request. Streamed, new tokens go out in chunks; else all of them at the end."""
+    """One output of a request. When streamed, new tokens are sent in chunks; otherwise all of them at the
+    end."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class WorkerReply:
         self._cached_token_count = 0
         self._has_chunk = False
         self.kept_bytes = 0
-        """About what it keeps for its last message."""
+        """About the memory that it takes until its last message."""
         self.is_complete = False
-        """The last message was made."""
+        """Whether the last message was made."""
 
     def responses(self, event: Event) -> list[worker.GenerateResponse]:
         """Return what is sent for an event of the engine."""
@@ -68,7 +69,7 @@ class WorkerReply:
         return []
 
     def aborted(self) -> worker.GenerateResponse:
-        """Return the last message of an output that somebody ended."""
+        """Return the last message of an output that was aborted."""
         return worker.GenerateResponse(complete=self._complete(ABORTED))
 
     def _keep(self, kept: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:
@@ -95,7 +96,7 @@ class WorkerReply:
         if event.stop_string is not None:
             complete.matched_stop_str = event.stop_string
         elif event.stop_token_id is not None and event.stop_token_id not in self._eos_token_ids:
-            # As vLLM has it: an end token of the model's own is not told.
+            # As in vLLM, the model's own end tokens are not reported.
             complete.matched_token_id = event.stop_token_id
         return complete
 
@@ -126,7 +127,7 @@ class WorkerReply:
         count = self._shown.prompt_top_count
         if count is None:
             return None
-        # Nothing comes before the first token, so nothing says how likely it was.
+        # Nothing comes before the first token, so it has no log probability.
         first = self._request.prompt_token_ids[0]
         entries = self._prompt_logprobs
         return worker.InputLogProbs(

@@ -40,28 +40,28 @@ NO_EFFECT = frozenset(
         # The gateway makes the text.
         "sampling_params.spaces_between_special_tokens",
         "sampling_params.include_stop_str_in_output",
-        # A constraint begins with the first token always.
+        # A constraint always begins with the first token.
         "sampling_params.grammar_from_first_token",
-        # An image is known by its tensors, and how these lie by the model.
+        # An image is identified by its tensors, and the model knows their layout.
         "mm_inputs.mm_hashes",
         "mm_inputs.batched_keys",
         "mm_inputs.flat_keys",
         "mm_inputs.keep_on_cpu_keys",
     }
 )
-"""Fields that change nothing here, whatever they say."""
+"""Fields that have no effect here."""
 
 REFUSED = {
     "kv_transfer_params": "KV comes from no other worker",
     "kv_transfer_params_json": "KV comes from no other worker",
-    # Of further modalities, such as videos.
+    # Further modalities, such as videos.
     "extra_mm_inputs": "images come in mm_inputs, all of them, and nothing else is served",
-    # Files that the worker would read, for a prompt that says in one token where an image goes.
+    # Files that the worker would read, for prompts with one token for each image.
     "media_refs": "images come as tensors in mm_inputs, or as files in chats of icehouse.v1",
     "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
     "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
 }
-"""Fields that cannot be done, and why; set, they end the request."""
+"""Fields that are not supported, and why; a request that sets one is refused."""
 
 _UNSET_TEMPERATURE = 1.0
 _ANY_SEED = -1
@@ -69,16 +69,16 @@ _ANY_SEED = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobsShown:
-    """What of the log probabilities a gateway asked for; the engine tells both parts the larger count."""
+    """Which log probabilities a gateway asked for; the engine gives the larger count for both."""
 
     output_top_count: int | None = None
-    """None tells none."""
+    """None for none."""
     prompt_top_count: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """A gateway's request, as far as the API has words for it, and the rest."""
+    """A gateway's request: what the API has fields for, and the rest."""
 
     native: inference_service_pb2.GenerateRequest
     logprobs: LogprobsShown
@@ -91,7 +91,7 @@ class WorkerRequest:
 def worker_request_of(
     request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig
 ) -> WorkerRequest:
-    """Return the request in the API's words; raises InvalidRequest for what only this protocol has."""
+    """Return the request in the API's fields; raises InvalidRequest for what only this protocol has."""
     params = request.sampling_params
     _refuse(request, "")
     _refuse(params, "sampling_params.")
@@ -125,7 +125,7 @@ def worker_request_of(
 
 def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[int]:
     """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
-    # Before the ids are looked at, so that the longest message costs the loop little.
+    # Before the ids are checked, so that the longest message costs the loop little.
     check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
     return _ids(tokenized.input_ids, "tokenized.input_ids", info)
 
@@ -143,7 +143,7 @@ def _refuse(message: Message, prefix: str) -> None:
 
 
 def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
-    """Refuse what the API would before it is copied into the API's message, which may take seconds."""
+    """Refuse early what the API would refuse: copying it into the API's message may take seconds."""
     check_stop_count(len(params.stop), config, field="sampling_params.stop")
     check_stop_token_count(len(params.stop_token_ids), field="sampling_params.stop_token_ids")
     check_logit_bias_count(len(params.logit_bias), field="sampling_params.logit_bias")
@@ -151,7 +151,7 @@ def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
 
 
 def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:
-    """Return the most tokens to generate; absent, as many as the context and the limit leave."""
+    """Return the most tokens to generate; if absent, as many as the context and the limit allow."""
     if not params.HasField("max_tokens"):
         return min(config.max_output_tokens_limit, info.context_token_limit)
     count: int = params.max_tokens
@@ -163,7 +163,7 @@ def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: S
 def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
     sampling = native.sampling
     sampling.temperature = params.temperature if params.HasField("temperature") else _UNSET_TEMPERATURE
-    # Unset and 0 look alike in these, and 0 would let nothing through.
+    # In these, unset and 0 look alike, and 0 would let nothing through.
     sampling.top_p = params.top_p or 1.0
     sampling.repetition_penalty = params.repetition_penalty or 1.0
     sampling.top_k = _as_int32(params.top_k, "sampling_params.top_k")
@@ -201,21 +201,21 @@ def _fill_logprobs(
     of_prompt = params.prompt_logprobs if params.HasField("prompt_logprobs") else None
     counts = [count for count in (of_output, of_prompt) if count is not None]
     if counts:
-        # The one out of range, if any, is what the API's check has to see.
+        # A count out of range must reach the API's check.
         native.logprobs.top_count = min(counts) if min(counts) < 0 else max(counts)
         native.logprobs.prompt = of_prompt is not None
     return LogprobsShown(of_output, of_prompt)
 
 
 def _as_int32(value: int, field: str) -> int:
-    """Return a count of 32 bits as one of 31, which is what the API's messages hold."""
+    """Return an unsigned 32-bit count as the signed one of the API's messages."""
     if value >= 1 << 31:
         refuse_value(field, value, f"at most {(1 << 31) - 1}")
     return value
 
 
 def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]:
-    """Return ids that the API's messages can hold; raises InvalidRequest for one beyond the vocabulary."""
+    """Return ids that fit the API's messages; raises InvalidRequest for one beyond the vocabulary."""
     if token_ids and max(token_ids) >= info.vocabulary_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
         place = f"{field}[{index}]"
@@ -245,11 +245,11 @@ _DTYPES: Final = {
     "uint32": ("U32", 4),
     "uint8": ("U8", 1),
 }
-"""As the protocol calls them -> as they are called here, and bytes of a number."""
+"""The protocol's names -> ours, and bytes of a number."""
 
 
 def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig) -> None:
-    """Refuse images by what the message shows at once, however long it is; raises InvalidRequest."""
+    """Refuse images by what is seen at once, however long the message is; raises InvalidRequest."""
     inputs = request.mm_inputs
     if not info.sees_images:
         raise InvalidRequest(
@@ -364,11 +364,11 @@ SENT_AS = {
     "tokens": "tokenized.input_ids",
     "tokens.ids": "tokenized.input_ids",
 }
-"""Names of the API and what a gateway calls them; the rest of a longer name follows as it is."""
+"""The API's field names and the gateway's; the rest of a longer name stays as it is."""
 
 
 def sent_name(field: str) -> str:
-    """Return what a field of the API's request is called by who sent this protocol's."""
+    """Return the gateway's name of an API field."""
     for known in sorted(SENT_AS, key=len, reverse=True):
         rest = field.removeprefix(known)
         if rest != field and (not rest or rest[0] in ".["):
@@ -378,7 +378,7 @@ def sent_name(field: str) -> str:
 
 @contextlib.contextmanager
 def named_as_sent() -> Iterator[None]:
-    """Have a refusal out of the block name the field that the gateway set."""
+    """Have a refusal in the block name the field that the gateway set."""
     try:
         yield
     except IcehouseError as error:
@@ -394,7 +394,7 @@ def named_as_sent() -> Iterator[None]:
 
 
 def _renamed(message: str, field: str, name: str) -> str:
-    # Some names are words as well, such as "tokens": only what stands for the field is changed.
+    # Some names are also words, such as "tokens": only what stands for the field is changed.
     if message.startswith(f"{field} "):
         return name + message[len(field) :]
     return message.replace(f"`{field}`", f"`{name}`")

@@ -31,7 +31,7 @@ from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 BEGINNINGS_PER_S = 4.0
-"""How often one caller may subscribe, from 0 or from a number: either has blocks encoded for it again."""
+"""How often one caller may subscribe, from 0 or from a number: blocks are encoded again for either."""
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
@@ -41,24 +41,24 @@ _TIERS = {
 }
 
 _DEFAULT_SALT = "(default)"
-"""Of the default tenant's blocks, to another one's operator."""
+"""Salt of the default tenant's blocks, for another tenant's operator."""
 _KEPT_COUNT = 16
-"""Batches whose messages are kept for the next subscriber that comes to them, of some 100 kB at most."""
+"""Encoded batches, of about 100 kB at most, that are kept for the next subscribers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads batches, as far as it makes a difference."""
+    """What the encoding of a batch depends on."""
 
     own: Tenant
     sees_all_tokens: bool
-    """Those of other tenants' blocks too."""
+    """Also those of other tenants' blocks."""
     scope: Tenant | None = None
     """The tenant whose batches they are, None for all."""
 
 
 class KvEventStreams:
-    """One subscription after another over one source. Event loop."""
+    """The subscriptions to one source. Owned by the event loop."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class KvEventStreams:
         self._source = source
         self.operators_see_tokens = operators_see_tokens
         self._kept: collections.OrderedDict[object, bytes] = collections.OrderedDict()
-        """Messages of batches without a load, the latest read last."""
+        """Encoded batches without a load, the latest read last."""
         self.encoded_total = 0
-        """Batches that were encoded, for whomever they were."""
+        """Batches that were encoded, for all readers."""
         self._sleep = sleep
         self._watches = LoadWatches(source)
         self._pace = Pace(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
@@ -80,10 +80,11 @@ class KvEventStreams:
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
     ) -> AsyncGenerator[Encoded, None]:
-        """Return the batches until the engine is READY no longer; raises EventsExpired, and they EventsLost.
+        """Return the batches until the engine stops serving; raises EventsExpired, and the iterator
+        EventsLost.
 
-        The first at once, before anything is sent: a gateway that has the headers takes itself for
-        subscribed, and whatever but DATA_LOSS ends that stream, it comes back with the same number.
+        EventsExpired comes before anything is sent: a gateway that has the headers believes to be subscribed,
+        and unless the stream ends with DATA_LOSS, it comes back with the same number.
         """
         reader = Reader(
             own=DEFAULT_TENANT if caller.tenant is None else caller.tenant,
@@ -130,7 +131,7 @@ class KvEventStreams:
                 spoken_time = source.clock.monotonic()
 
     def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
-        """Return a batch with the load beside it; what all who read it are told alike is encoded once."""
+        """Return a batch with the load; it is encoded once for all who read the same."""
         key = (reader, batch.sequence_number, batch.snapshot)
         data = self._kept.pop(key, None)
         if data is None:
@@ -139,12 +140,12 @@ class KvEventStreams:
             if len(self._kept) >= _KEPT_COUNT:
                 self._kept.popitem(last=False)
         self._kept[key] = data
-        # Fields of one message, one behind the other, are that message.
+        # Encoded fields of one message may simply be joined.
         return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
 
 
 def batch_proto(batch: KvBatch, reader: Reader) -> common.KvEventBatch:
-    """Return a batch as its reader is told it, without the load."""
+    """Return a batch for this reader, without the load."""
     message = common.KvEventBatch(
         sequence_number=batch.sequence_number,
         timestamp=batch.time,
@@ -187,15 +188,15 @@ def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
 
 
 TICK_S = 0.1
-"""How often loads are looked at."""
+"""How often loads are read."""
 HEARTBEAT_S = 0.5
-"""All are woken so often; who has been silent for so long then says so, which is within a second."""
+"""All subscribers are woken so often, and those that were silent for so long send a heartbeat."""
 
 Load = Callable[[], worker.SchedulerLoad]
 
 
 class LoadWatch:
-    """The load of one scope, as it was at the latest tick."""
+    """The load of one tenant or of all, as it was at the latest tick."""
 
     def __init__(self, read: Load) -> None:
         self._read = read
@@ -203,16 +204,16 @@ class LoadWatch:
         self.subscriber_count = 0
 
     def look(self) -> bool:
-        """Look again; whether it has changed."""
+        """Read it again; return whether it has changed."""
         load, self.load = self.load, self._read()
         return bool(load != self.load)
 
 
 class LoadWatches:
-    """One for each scope that somebody subscribed to: a tenant, or None for all.
+    """A load for each tenant that somebody subscribed to, or None for all.
 
-    One task looks while there are subscribers. It wakes those whose load has changed, and all of them now
-    and then, so that none is silent for long.
+    One task reads them while there are subscribers. It wakes those whose load has changed, and now and then
+    all of them.
     """
 
     def __init__(self, source: KvEventSource) -> None:
@@ -223,7 +224,7 @@ class LoadWatches:
 
     @contextlib.contextmanager
     def watching(self, scope: Tenant | None, read: Load) -> Iterator[LoadWatch]:
-        """Keep the scope's load up to date until the block ends."""
+        """Keep this load up to date until the block ends."""
         watch = self._of.get(scope)
         if watch is None:
             watch = self._of[scope] = LoadWatch(read)
@@ -241,7 +242,7 @@ class LoadWatches:
                 self._task = None
 
     def tick(self) -> None:
-        """Look at each load once, and wake whoever has something to say."""
+        """Read each load once, and wake the subscribers that have something to send."""
         source, now = self._source, self._source.clock.monotonic()
         is_beat = now - self._beat_time >= HEARTBEAT_S or source.left_ready.is_set()
         if is_beat:
@@ -257,7 +258,8 @@ class LoadWatches:
 
 
 class LoadRecords:
-    """Of one stream, numbered: all there is at first and by themselves, beside events what routing needs."""
+    """Numbered load records of one stream: whole ones by themselves and at first, and the most important
+    numbers beside events."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -269,7 +271,7 @@ class LoadRecords:
         return self._numbered(self._load(), is_whole=not self._sample)
 
     def alone(self, *, is_due: bool) -> common.EngineLoad | None:
-        """Return a record for a batch without events; None where nothing has changed and none is due."""
+        """Return a record for a batch without events; None if nothing has changed and no heartbeat is due."""
         load = self._load()
         if not is_due and load == self._last:
             return None
@@ -285,7 +287,7 @@ class LoadRecords:
             waiting_requests=load.num_waiting_reqs,
             waiting_uncached_tokens=load.num_waiting_uncached_tokens,
             token_usage=load.token_usage,
-            # Cached blocks give way to requests, so all that is counted is in use.
+            # Cached blocks give way to requests, so only what requests use is counted.
             active_token_usage=load.token_usage,
             gen_throughput=load.gen_throughput,
             max_running_requests=load.max_running_requests,

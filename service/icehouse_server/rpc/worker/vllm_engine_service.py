@@ -60,9 +60,9 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHIVE_CHUNK_BYTES = 64 << 10
-"""Of the archive, in one message: what each caller that does not read leaves with gRPC."""
+"""The archive's part in one message: what a caller that does not read leaves with gRPC."""
 TENANT_KEY = "icehouse-tenant"
-"""Metadata that names a tenant, where nobody has to prove which they are, or by an operator."""
+"""Metadata that names a tenant, for operators and where no credentials are required."""
 
 
 class VllmEngineService:
@@ -92,7 +92,7 @@ class VllmEngineService:
         self._clock = clock
         self._start_time = clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
-        """When each tenant was last heard of; only such as have credentials are told apart."""
+        """When each tenant last sent a request; tenants without credentials count as one."""
         self._running = RunningRequests()
         self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
         """The archive's messages, once for all callers."""
@@ -101,9 +101,9 @@ class VllmEngineService:
         """Serve the protocol."""
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
-    # Written with context.write, not as a generator: only so can a write that blocks be timed.
+    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
-        """Answer with chunks where they are asked for, and with each output's whole at its end."""
+        """Answer with chunks if the request is streamed, and with each whole output at its end."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
         async with self._calls.call("Generate", context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
@@ -195,8 +195,8 @@ class VllmEngineService:
     ) -> messages.HealthCheckResponse:
         """Answer as the standard health service would, once the model is loaded.
 
-        Before that it is refused: a gateway that hears anything takes the server in at once, and one whose
-        model it cannot ask for stays nameless to it for good.
+        Before that it is refused: a gateway takes a server in at any answer, and never asks again for the
+        name of its model.
         """
         if self._router.state is EngineState.LOADING:
             async with self._calls.call("HealthCheck", context):
@@ -248,7 +248,7 @@ class VllmEngineService:
             return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
-        """Return how busy one tenant keeps the server, or all do; asked for often, so nothing is counted."""
+        """Return how busy one tenant keeps the server, or all do. Called often, so nothing is counted here."""
         tenants = self._observation.stats.tenants
         waiting_token_count = self._running.waiting_tokens.count(scope)
         if scope is not None:
@@ -269,7 +269,7 @@ class VllmEngineService:
                 await timer.write(context, chunk)
 
     async def _read_archive(self) -> tuple[Encoded, ...]:
-        """Return the archive in messages, made at the first call; who comes meanwhile waits for the same."""
+        """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
                 self._parts.prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
@@ -290,7 +290,7 @@ class VllmEngineService:
             return common.FlushCacheResponse(success=True, message="")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
-        """Tell what the block store holds, and how that changes."""
+        """Send what the block store holds, and how that changes."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
         async with self._calls.call("SubscribeKvEvents", context) as call, timer.guard():
             source = self._worker.kv_events
@@ -298,7 +298,7 @@ class VllmEngineService:
                 _unsupported("KV events")
             load = functools.partial(self._load, call.caller.scope)
             async with contextlib.aclosing(source.subscribe(request, call.caller, load)) as batches:
-                # A gateway waits for the headers, which may be long before the first event.
+                # A gateway waits for the headers, and the first event may be long in coming.
                 await timer.begin(context)
                 async for batch in batches:
                     await timer.write(context, batch)
@@ -306,7 +306,7 @@ class VllmEngineService:
     async def StartProfile(
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
-        """Refuse: traces are the way to look inside."""
+        """Refuse: there is tracing instead."""
         async with self._calls.call("StartProfile", context):
             _unsupported("a profiler")
 
@@ -333,7 +333,7 @@ def _unsupported(what: str) -> NoReturn:
 
 
 def _named_tenant(context: Context) -> str:
-    """Return the tenant that the call's metadata names; whether it may is checked like `cache.tenant`."""
+    """Return the tenant that the call's metadata names; it is checked like `cache.tenant`."""
     for key, value in context.invocation_metadata() or ():
         if key == TENANT_KEY and isinstance(value, str):
             return value
@@ -345,7 +345,7 @@ ABORT_LIMIT = 256
 
 
 class WaitingTokens:
-    """Tokens of the prompts that have not started, kept as they come and go."""
+    """Prompt tokens of requests that have not started, by tenant."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -356,7 +356,7 @@ class WaitingTokens:
         return self._total if tenant is None else self._of[tenant]
 
     def add(self, tenant: Tenant, token_count: int) -> None:
-        """Count so many more, or fewer."""
+        """Add tokens, or subtract them."""
         self._total += token_count
         self._of[tenant] += token_count
         if not self._of[tenant]:
@@ -364,7 +364,7 @@ class WaitingTokens:
 
 
 class RunningRequest:
-    """One call of Generate, from its first look at the message to its end."""
+    """One call of Generate, from before its message is read to its end."""
 
     def __init__(self, caller: Caller, waiting: WaitingTokens) -> None:
         self.caller = caller
@@ -392,7 +392,7 @@ class RunningRequest:
             self._waiting.add(first.tenant, -len(first.prompt_token_ids))
 
     def abort(self) -> None:
-        """End what the engine has not ended of it; it is not submitted any more if it was not yet."""
+        """Cancel it, before or after it was submitted."""
         self.is_aborted = True
         if self._opened is not None:
             self._opened.cancel()
@@ -417,10 +417,9 @@ class RunningRequests:
             request.wait_no_longer()
 
     def abort(self, names: Sequence[str], caller: Caller) -> None:
-        """End the caller's own requests of these names; others, and unknown ones, are passed over.
+        """Cancel the caller's own requests of these names, each once; other names are ignored.
 
-        Each is cancelled once, however often it is named while its reader takes what is left. Raises
-        InvalidRequest for more than `ABORT_LIMIT` names.
+        Raises InvalidRequest for more than `ABORT_LIMIT` names.
         """
         if len(names) > ABORT_LIMIT:
             refuse_value("request_ids", len(names), f"at most {ABORT_LIMIT} names", unit="names")
@@ -430,7 +429,7 @@ class RunningRequests:
                 request.abort()
 
     def count(self, caller: Caller) -> int:
-        """Return how many the caller may know of."""
+        """Return how many the caller may see."""
         return sum(_may_command(caller, request) for request in self._all)
 
 

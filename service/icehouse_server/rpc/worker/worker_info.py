@@ -19,7 +19,7 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedFolder:
-    """What gateways are told of the model's folder, beside what the engine knows."""
+    """What gateways are told of the model's folder."""
 
     path: str
     architectures: tuple[str, ...]
@@ -36,11 +36,11 @@ class ServedFolder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Made by the composition root where the protocol is switched on."""
+    """What the worker protocol needs beside the API's services."""
 
     folder: ServedFolder
     kv_events: KvEventStreams | None = None
-    """None where none are told: gateways then keep an approximate tree of their own."""
+    """None if there are no events: gateways then guess what is cached."""
 
     @property
     def services(self) -> tuple[ServiceDescriptor, ...]:
@@ -49,9 +49,9 @@ class WorkerParts:
 
 
 SERVER_TYPE = "vllm-grpc"
-"""What a gateway takes a worker of this protocol for; it knows no other name for it."""
+"""The only name by which gateways know a worker of this protocol."""
 CONSTRAINT_START = "first_token"
-"""Where a constraint begins on a prompt that lets the model think first."""
+"""Where a constraint begins if the prompt lets the model reason first."""
 
 
 def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelInfoResponse:
@@ -103,7 +103,7 @@ def server_info_proto(
 
 
 def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
-    """Return how busy one tenant keeps the server, with nothing in it that others change."""
+    """Return how busy one tenant keeps the server; other tenants do not change it."""
     hit_ratio = use.cached_token_total / use.prompt_token_total if use.prompt_token_total else 0.0
     return worker.SchedulerLoad(
         num_running_reqs=use.running_count,
@@ -118,7 +118,7 @@ def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count:
 def load_proto(
     snapshot: Snapshot, folder: ServedFolder, queues: QueueCounts, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
-    """Return how busy the server is: what the edge counts is of now, the rest of the last sample."""
+    """Return how busy the server is: queues as of now, the rest of the last sample."""
     engine = snapshot.engine
     hit_ratio = 0.0
     if engine is not None and engine.prompt_token_total:
@@ -127,7 +127,7 @@ def load_proto(
         num_running_reqs=queues.running_count,
         num_waiting_reqs=queues.waiting_count,
         num_total_reqs=queues.running_count + queues.waiting_count,
-        # What of them is cached is known when they start; likely as much as of the others.
+        # How much of them is cached is known when they start; probably as much as of the others.
         num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
         max_running_requests=folder.running_limit,
         gen_throughput=snapshot.rates.output_tokens_per_s,
