@@ -100,10 +100,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                         # status.
                         if response is not None:
                             response = _encoded(handler, response)
-                            await self._answer(method, context, response)
+                            await self._answer(context, response)
                         return
                     async for response in behaviour(request, context):
-                        await self._answer(method, context, response)
+                        await self._answer(context, response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -118,15 +118,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                await self._refusing(
-                    method, context, lambda: held.enter_context(self._let_in(method, context))
-                )
+                await self._enter(method, context, held)
                 try:
                     async with self._limited(method, context):
                         async for response in handler.stream_stream(parsed(requests), context):
-                            await self._answer(method, context, response)
+                            await self._answer(context, response)
                 except InvalidRequest as error:
-                    await self._refuse(method, context, error)
+                    await self._refuse(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -134,7 +132,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
         """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
-        await self._refusing(method, context, lambda: held.enter_context(self._let_in(method, context)))
+        await self._enter(method, context, held)
         row = METHODS[method]
         timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
@@ -149,13 +147,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 data = await context.read()
         except TimeoutError:
             waits = row.message_byte_limit is None and memory is None
-            return await self._refuse(method, context, self._full() if waits else _late(timeout_s))
+            return await self._refuse(context, self._full() if waits else _late(timeout_s))
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
         try:
             return await self._parsed(handler, data, row)
         except Exception as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
     def _admission(self, row: Method, timer: asyncio.Timeout) -> contextlib.AbstractAsyncContextManager[None]:
         # Health checks are answered until the very end.
@@ -188,12 +186,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             metadata={"request_memory_bytes": self._memory.capacity},
         )
 
-    async def _refusing(self, method: str, context: Context, step: Callable[[], Any]) -> Any:
-        """Return what `step` returns; what it raises becomes the call's status and log line."""
+    async def _enter(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
+        """Let the call in, or end it with a status and a log line."""
         try:
-            return step()
+            held.enter_context(self._let_in(method, context))
         except Exception as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -214,15 +212,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise asyncio.CancelledError from None
                 await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
-    async def _answer(self, method: str, context: Context, response: answers.AnswerMessage) -> None:
+    async def _answer(self, context: Context, response: answers.AnswerMessage) -> None:
         """Write an answer, or end the call with a status if its caller leaves too much unread."""
         try:
             await answers.write(context, response)
         except (Overloaded, CannotFit) as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
-    async def _refuse(self, method: str, context: Context, error: Exception) -> None:
-        async with self._calls.call(method.rpartition("/")[2], context):
+    async def _refuse(self, context: Context, error: Exception) -> None:
+        async with self._calls.call(context):
             raise error
 
     @contextlib.contextmanager

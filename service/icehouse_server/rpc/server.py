@@ -106,7 +106,7 @@ class RpcServer:
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = RpcCalls(
-            clock=clock, watchers=self._observation.watchers, session_keys=config.server.session_keys
+            clock=clock, tell=self._observation.call_ended, session_keys=config.server.session_keys
         )
         self.health = Health(
             engine=engine,

@@ -42,7 +42,11 @@ class ServerSecurity:
 
     def __init__(self, config: SecurityConfig, *, clock: Clock) -> None:
         self._interval_s = config.reload_s
-        self._certificates = certificates_of(config)
+        self._certificates: Certificates | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self._certificates = Certificates(
+                config.tls_certificate, config.tls_key, client_ca=config.tls_client_ca
+            )
         self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file).expanduser())
         self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
@@ -240,10 +244,10 @@ class Certificates:
     Each refresh may run in a thread of its own, so that one file that hangs does not stop the others.
     """
 
-    def __init__(self, *, certificate: Path, key: Path, client_ca: Path | None) -> None:
-        self._certificate = certificate
-        self._key = key
-        self._client_ca = client_ca
+    def __init__(self, certificate: str, key: str, *, client_ca: str | None) -> None:
+        self._certificate = Path(certificate).expanduser()
+        self._key = Path(key).expanduser()
+        self._client_ca = None if client_ca is None else Path(client_ca).expanduser()
         self._pair: tuple[bytes, bytes] | None = None
         """Key and certificate, in the order that gRPC takes them."""
         self._authorities: bytes | None = None
@@ -334,17 +338,6 @@ class Certificates:
             raise _error(
                 self._certificate, f"with the key {self._key} it makes no certificate ({error})"
             ) from error
-
-
-def certificates_of(config: SecurityConfig) -> Certificates | None:
-    """Return the configured certificates, not read yet; None without TLS."""
-    if config.tls_certificate is None or config.tls_key is None:
-        return None
-    return Certificates(
-        certificate=Path(config.tls_certificate).expanduser(),
-        key=Path(config.tls_key).expanduser(),
-        client_ca=None if config.tls_client_ca is None else Path(config.tls_client_ca).expanduser(),
-    )
 
 
 def _error(path: Path, what: str) -> StartError:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -22,11 +22,11 @@ from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
-from icehouse_server.rpc.calls.watchers import Watchers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Trailers = tuple[tuple[str, str | bytes], ...]
 
 REFUSALS_PER_S = 20.0
 REFUSAL_BURST_COUNT = 64
@@ -79,10 +79,12 @@ class RpcCall:
 class RpcCalls:
     """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
 
-    def __init__(self, *, clock: Clock, watchers: Watchers, session_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *, clock: Clock, tell: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
+    ) -> None:
         self._clock = clock
         self._session_keys = session_keys
-        self._watchers = watchers
+        self._tell = tell
         self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
@@ -143,9 +145,7 @@ class RpcCalls:
         await self._idle.wait()
 
     @contextlib.asynccontextmanager
-    async def call(
-        self, method: str, context: Context, operation: Operation | None = None
-    ) -> AsyncIterator[RpcCall]:
+    async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
         call = RpcCall(
             current_method(),
@@ -205,7 +205,7 @@ class RpcCalls:
 
     def _see_out(
         self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
-    ) -> tuple[tuple[str, str | bytes], ...]:
+    ) -> Trailers:
         record = CallRecord(
             method=call.method,
             code=code.name,
@@ -229,7 +229,7 @@ class RpcCalls:
         self._running_count -= 1
         if not self._running_count:
             self._idle.set()
-        return self._watchers.see_out(record)
+        return self._tell(record)
 
 
 def stopping() -> Unavailable:

@@ -35,31 +35,6 @@ class Tracer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Watchers:
-    """All of them."""
-
-    calls: tuple[CallWatcher, ...] = ()
-    tracer: Tracer | None = None
-    load_trailer: Callable[[], tuple[str, bytes] | None] | None = None
-    """Trailing metadata for every call: how busy the server is."""
-    access_log: AccessLog | None = None
-
-    def see_out(self, record: CallRecord) -> tuple[tuple[str, str | bytes], ...]:
-        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
-        trailers: list[tuple[str, str | bytes]] = []
-        names = self.tracer.trace(record) if self.tracer is not None else None
-        if names is not None:
-            trailers.append(("traceresponse", names.traceresponse))
-        if self.load_trailer is not None and (trailer := self.load_trailer()) is not None:
-            trailers.append(trailer)
-        if self.access_log is not None:
-            self.access_log.write(record, trace_id=names.trace_id if names is not None else "")
-        for watcher in self.calls:
-            watcher.call_ended(record)
-        return tuple(trailers)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
     """Which watchers the server has. The default fits tests: the access log and nothing else."""
 

@@ -40,7 +40,7 @@ class Outbox:
         self._byte_limit = byte_limit
         self._on_stall = on_stall
         self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
         self.ended = False
@@ -50,19 +50,15 @@ class Outbox:
     def waiting_count(self) -> int:
         return len(self._waiting)
 
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting_bytes
-
     def put(self, event: Event) -> None:
         """Add an event. Whatever comes after the last one is ignored."""
         if self._closed_by_writer:
             return
         self._closed_by_writer = isinstance(event, (Finished, Failed))
         self._append(event)
-        self._waiting_bytes += _size_bytes(event)
-        if self._waiting_bytes > self._byte_limit and not self._closed_by_writer:
-            self._stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
+        self.waiting_bytes += _size_bytes(event)
+        if self.waiting_bytes > self._byte_limit and not self._closed_by_writer:
+            self._stall(f"{self.waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
         self._filled.set()
 
     async def take(self) -> Event:
@@ -73,7 +69,7 @@ class Outbox:
             await self._filled.wait()
         oldest = self._waiting.popleft()
         event = oldest.merged() if isinstance(oldest, _DeltaRun) else oldest
-        self._waiting_bytes -= _size_bytes(event)
+        self.waiting_bytes -= _size_bytes(event)
         self.ended = isinstance(event, (Finished, Failed))
         return event
 
@@ -81,7 +77,7 @@ class Outbox:
         """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
         self._closed_by_writer = True
         self._waiting.clear()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         error = Overloaded(
             Reason.READER_STALLED,
             f"the reader is too slow: {what}; read the stream faster or ask for less",

@@ -69,7 +69,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""
-        async with self._calls.call("Explain", context) as call:
+        async with self._calls.call(context) as call:
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
@@ -82,7 +82,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Warm(self, request: messages.WarmRequest, context: Context) -> messages.WarmResponse:
         """Run the prompt without output."""
         async with (
-            self._calls.call("Warm", context) as call,
+            self._calls.call(context) as call,
             contextlib.aclosing(self._warmed(request, call)) as told,
         ):
             async for response in told:
@@ -97,7 +97,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         """Run the prompt without output and tell how far it is."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
         async with (
-            self._calls.call("WarmWithProgress", context) as call,
+            self._calls.call(context) as call,
             timer.guard(),
             contextlib.aclosing(self._warmed(request, call, on_stall=timer.expire)) as told,
         ):
@@ -137,12 +137,12 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         """Pin a prompt's blocks."""
-        async with self._calls.call("Pin", context) as call:
+        async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Pin, request, call), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
-        async with self._calls.call("Unpin", context) as call:
+        async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Unpin, request, call), messages.UnpinResponse)
 
     async def _change_pins(
@@ -158,7 +158,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Evict(self, request: messages.EvictRequest, context: Context) -> messages.EvictResponse:
         """Remove a prompt's blocks, or everything."""
-        async with self._calls.call("Evict", context) as call:
+        async with self._calls.call(context) as call:
             async for now in self._commands.evict(await self._target_of(request, call)):
                 removed = now.report
             return to_proto(removed, messages.EvictResponse)
@@ -168,7 +168,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         """Remove a prompt's blocks, or everything, and tell how far it is."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
-        async with self._calls.call("EvictWithProgress", context) as call, timer.guard():
+        async with self._calls.call(context) as call, timer.guard():
             async for now in self._commands.evict(await self._target_of(request, call)):
                 removed = now.report
                 await timer.write(context, messages.EvictWithProgressResponse(progress=evict_progress(now)))
@@ -198,7 +198,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Verify(self, request: messages.VerifyRequest, context: Context) -> messages.VerifyResponse:
         """Have blocks on SSD read and compared."""
-        async with self._calls.call("Verify", context):
+        async with self._calls.call(context):
             async for now in self._commands.verify(self._check_of(request)):
                 found = now.report
             return verify_response(found)
@@ -208,7 +208,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         """Have blocks on SSD read and compared, and tell how far it is."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
-        async with self._calls.call("VerifyWithProgress", context), timer.guard():
+        async with self._calls.call(context), timer.guard():
             async for now in self._commands.verify(self._check_of(request)):
                 found = now.report
                 await timer.write(context, messages.VerifyWithProgressResponse(progress=verify_progress(now)))
@@ -225,7 +225,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         """Send counters until the caller ends it or the engine stops."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
-        async with self._calls.call("WatchStats", context) as call, timer.guard():
+        async with self._calls.call(context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
                 await timer.write(context, await self._stats.watched(call.caller))

@@ -44,7 +44,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with a vector for each input."""
-        async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
+        async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             return await self.embed(request, call)
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:

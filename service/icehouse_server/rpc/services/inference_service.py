@@ -64,7 +64,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.GenerateRequest, context: Context
     ) -> Encoded:
         """Answer once, with the complete output."""
-        async with self._calls.call("Generate", context, _operation_of(request)) as call:
+        async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
@@ -88,7 +88,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Answer event by event."""
         timer = StallTimer(timeout_s=self._config.stall_timeout_s)
-        async with self._calls.call("Stream", context, _operation_of(request)) as call:
+        async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -102,7 +102,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.TokenizeRequest, context: Context
     ) -> messages.TokenizeResponse:
         """Answer with the tokens of a prompt."""
-        async with self._calls.call("Tokenize", context) as call:
+        async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
             kind = request.WhichOneof("prompt")
@@ -131,7 +131,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.DetokenizeRequest, context: Context
     ) -> messages.DetokenizeResponse:
         """Answer with the text of tokens."""
-        async with self._calls.call("Detokenize", context) as call:
+        async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
 
@@ -148,7 +148,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
         """Answer with the counters between two steps."""
-        async with self._calls.call("CacheStats", context) as call:
+        async with self._calls.call(context) as call:
             return await self._stats.read(call.caller)
 
     async def prepare(

@@ -12,6 +12,7 @@ from icehouse.v1 import cache_service_pb2, inference_service_pb2, load_report_pb
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
 from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import EngineStats, KvEventStats, Rates, ServerStats, ServerStatus, Snapshot
@@ -20,7 +21,8 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry, Watchers
+from icehouse_server.rpc.calls.call_lifecycle import Trailers
+from icehouse_server.rpc.calls.watchers import AccessLog, CallWatcher, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
@@ -53,12 +55,10 @@ class Observation:
             kv_events=telemetry.kv_events,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
-        self.watchers = Watchers(
-            calls=(slow, *telemetry.calls),
-            tracer=telemetry.tracer,
-            load_trailer=self._load_trailer if telemetry.has_load_report else None,
-            access_log=AccessLog(clock) if telemetry.has_access_log else None,
-        )
+        self._watchers: tuple[CallWatcher, ...] = (slow, *telemetry.calls)
+        self._tracer = telemetry.tracer
+        self._has_load_report = telemetry.has_load_report
+        self._access_log = AccessLog(clock) if telemetry.has_access_log else None
         self.interceptor = WireInterceptor(telemetry.wire, clock)
 
     def start(self) -> None:
@@ -71,6 +71,20 @@ class Observation:
         if self._task is not None:
             await background.end(self._task)
             self._task = None
+
+    def call_ended(self, record: CallRecord) -> Trailers:
+        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
+        trailers: list[tuple[str, str | bytes]] = []
+        names = self._tracer.trace(record) if self._tracer is not None else None
+        if names is not None:
+            trailers.append(("traceresponse", names.traceresponse))
+        if self._has_load_report and (trailer := self._load_trailer()) is not None:
+            trailers.append(trailer)
+        if self._access_log is not None:
+            self._access_log.write(record, trace_id=names.trace_id if names is not None else "")
+        for watcher in self._watchers:
+            watcher.call_ended(record)
+        return tuple(trailers)
 
     def _load_trailer(self) -> tuple[str, bytes] | None:
         """Return the load report as a trailer; None before the engine has told its first counters."""
@@ -263,7 +277,7 @@ class StatsReader:
         return (await self._read(caller)).stats
 
     async def watched(self, caller: Caller) -> Encoded:
-        """Return them as an encoded WatchStatsResponse, one for all who see the same; raises as `read` does."""
+        """Return them as an encoded WatchStatsResponse, one for all who see the same; raises as `read`."""
         return (await self._read(caller)).watched
 
     async def _read(self, caller: Caller) -> _Told:

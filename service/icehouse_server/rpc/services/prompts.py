@@ -276,7 +276,7 @@ class PromptReader:
         )
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
-        """Return the prompt's tokens; raises InvalidRequest if there are none, or if they fill the context."""
+        """Return the prompt's tokens; raises InvalidRequest for none, and if they fill the context."""
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
             found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)

@@ -38,7 +38,7 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         """Answer with the documents, best first."""
-        async with self._calls.call("Rerank", context, Operation.RERANK) as call:
+        async with self._calls.call(context, Operation.RERANK) as call:
             model = self._router.require_model()
             whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
             form = self._check(request, model)
@@ -232,7 +232,7 @@ def check_begins_with_answer(prompt: ReadPrompt) -> None:
 
 
 def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_size: int) -> tuple[int, int]:
-    """Return the answers' tokens, given each one's spelling; raises InvalidRequest unless that is one token."""
+    """Return the answers' tokens, by their spellings; raises InvalidRequest unless each is one token."""
     for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
         if len(spelling) != 1:
             refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")

@@ -57,7 +57,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.GetServerRequest, context: Context
     ) -> messages.GetServerResponse:
         """Answer with what the server is."""
-        async with self._calls.call("GetServer", context):
+        async with self._calls.call(context):
             uptime = duration_proto(self._clock.monotonic() - self._start_time)
             server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
             server.MergeFrom(self._server)
@@ -67,7 +67,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.ListRequestsRequest, context: Context
     ) -> messages.ListRequestsResponse:
         """Answer with a page of what waits and runs."""
-        async with self._calls.call("ListRequests", context) as call:
+        async with self._calls.call(context) as call:
             page_size = page_size_of(request.page_size)
             after = _number_of(request.page_token)
             listed = [r for r in self._requests.visible_to(call.caller) if r.number > after]
@@ -81,7 +81,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.CancelRequestRequest, context: Context
     ) -> messages.CancelRequestResponse:
         """End a request."""
-        async with self._calls.call("CancelRequest", context) as call:
+        async with self._calls.call(context) as call:
             if not request.request_id:
                 refuse_value("request_id", "", "the id of a request that waits or runs")
             name = request_name_of(request.request_id, generated="")
@@ -173,7 +173,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         self, request: models.ListModelsRequest, context: Context
     ) -> models.ListModelsResponse:
         """Answer with the only page."""
-        async with self._calls.call("ListModels", context):
+        async with self._calls.call(context):
             page_size_of(request.page_size)
             if request.page_token:
                 refuse_value("page_token", request.page_token, "absent: there is one page")
@@ -182,7 +182,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
 
     async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
         """Answer with the model's facts."""
-        async with self._calls.call("GetModel", context):
+        async with self._calls.call(context):
             model = self._router.require_model()
             check_model(request.model, model.info)
             return models.GetModelResponse(model=model_proto(model.info))

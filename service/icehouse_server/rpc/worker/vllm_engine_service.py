@@ -105,7 +105,7 @@ class VllmEngineService:
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Answer with chunks if the request is streamed, and with each whole output at its end."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
-        async with self._calls.call("Generate", context, Operation.TEXT_COMPLETION) as call:
+        async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
                 prepared, read = await self._prepare(request, call, context)
@@ -173,7 +173,7 @@ class VllmEngineService:
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         """Answer with the input's vector, of length 1."""
-        async with self._calls.call("Embed", context, Operation.EMBEDDINGS) as call:
+        async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent():
                 if not request.HasField("tokenized"):
@@ -199,7 +199,7 @@ class VllmEngineService:
         name of its model.
         """
         if self._router.state is EngineState.LOADING:
-            async with self._calls.call("HealthCheck", context):
+            async with self._calls.call(context):
                 self._router.require_model()
         is_healthy = self._is_serving()
         return messages.HealthCheckResponse(
@@ -208,7 +208,7 @@ class VllmEngineService:
 
     async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
         """End the caller's requests of these names."""
-        async with self._calls.call("Abort", context) as call:
+        async with self._calls.call(context) as call:
             self._running.abort(request.request_ids, call.caller)
             return messages.AbortResponse()
 
@@ -216,14 +216,14 @@ class VllmEngineService:
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
         """Answer with the model's facts."""
-        async with self._calls.call("GetModelInfo", context):
+        async with self._calls.call(context):
             return model_info_proto(self._router.require_model().info, self._worker.folder)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
     ) -> messages.GetServerInfoResponse:
         """Answer with the server's facts."""
-        async with self._calls.call("GetServerInfo", context) as call:
+        async with self._calls.call(context) as call:
             return server_info_proto(
                 self._router.require_model().info,
                 self._worker.folder,
@@ -242,13 +242,13 @@ class VllmEngineService:
         self, request: messages.GetLoadsRequest, context: Context
     ) -> messages.GetLoadsResponse:
         """Answer with how busy the server is."""
-        async with self._calls.call("GetLoads", context) as call:
+        async with self._calls.call(context) as call:
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
             loads = [self._load(call.caller.scope)]
             return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
-        """Return how busy one tenant keeps the server, or all do. Called often, so nothing is counted here."""
+        """Return how busy one tenant keeps the server, or all do. Called often, so it counts nothing."""
         tenants = self._observation.stats.tenants
         waiting_token_count = self._running.waiting_tokens.count(scope)
         if scope is not None:
@@ -264,7 +264,7 @@ class VllmEngineService:
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
-        async with self._calls.call("GetTokenizer", context), timer.guard():
+        async with self._calls.call(context), timer.guard():
             for chunk in await self._read_archive():
                 await timer.write(context, chunk)
 
@@ -280,7 +280,7 @@ class VllmEngineService:
         self, request: common.FlushCacheRequest, context: Context
     ) -> common.FlushCacheResponse:
         """Remove every block of the model from both tiers; requests in flight go on."""
-        async with self._calls.call("FlushCache", context):
+        async with self._calls.call(context):
             self._router.require_model()
             try:
                 async for _ in self._commands.evict(ListKnown(None)):
@@ -292,7 +292,7 @@ class VllmEngineService:
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Send what the block store holds, and how that changes."""
         timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
-        async with self._calls.call("SubscribeKvEvents", context) as call, timer.guard():
+        async with self._calls.call(context) as call, timer.guard():
             source = self._worker.kv_events
             if source is None:
                 _unsupported("KV events")
@@ -307,14 +307,14 @@ class VllmEngineService:
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
         """Refuse: there is tracing instead."""
-        async with self._calls.call("StartProfile", context):
+        async with self._calls.call(context):
             _unsupported("a profiler")
 
     async def StopProfile(
         self, request: common.StopProfileRequest, context: Context
     ) -> common.ProfileResponse:
         """Refuse, as StartProfile does."""
-        async with self._calls.call("StopProfile", context):
+        async with self._calls.call(context):
             _unsupported("a profiler")
 
 
