@@ -37,7 +37,7 @@ from icehouse_server.rpc.calls.methods import (
     shares_of,
 )
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import Encoded, Limit, set_limit, set_received_bytes
+from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, received_bytes
 from icehouse_server.rpc.engine_client import answers
 
 _TURN_COUNT = 16
@@ -165,7 +165,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Return the message; raises InvalidRequest."""
         if data is grpc.aio.EOF:
             raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
-        set_received_bytes(len(data))
+        received_bytes.set(len(data))
         if len(data) <= LONG_MESSAGE_BYTES:
             return _parsed(handler, data, row)
         return await self._run_long(lambda: _parsed(handler, data, row), size_bytes=len(data))
@@ -198,7 +198,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """End a call without a deadline when its method's has passed, and any call when the server stops."""
         deadline_s = METHODS[method].deadline_s
         limit = Limit(deadline_s if context.time_remaining() is None else None)
-        set_limit(limit)
+        current_limit.set(limit)
         with self._calls.open(limit, is_endless=deadline_s is None):
             try:
                 async with limit.timer:

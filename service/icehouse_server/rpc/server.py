@@ -173,7 +173,7 @@ class RpcServer:
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._calls.wait_idle()
+                await self._calls.idle.wait()
         # Health watchers, which would never end.
         self._calls.cut_endless()
         if grace_s:

@@ -88,8 +88,9 @@ class RpcCalls:
         self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no call runs."""
+        self.idle.set()
         self._open: set[Limit] = set()
         self._endless: set[Limit] = set()
         self._admissions: set[asyncio.Timeout] = set()
@@ -140,15 +141,11 @@ class RpcCalls:
         finally:
             self._admissions.discard(timer)
 
-    async def wait_idle(self) -> None:
-        """Return when no call runs."""
-        await self._idle.wait()
-
     @contextlib.asynccontextmanager
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
         call = RpcCall(
-            current_method(),
+            current_method.get(),
             self._clock.monotonic(),
             self._clock.wall(),
             self._deadline_time(context),
@@ -157,7 +154,7 @@ class RpcCalls:
             session_id=_session_id(context, self._session_keys),
         )
         self._running_count += 1
-        self._idle.clear()
+        self.idle.clear()
         try:
             if self._closed:
                 self.refused_count += 1
@@ -181,7 +178,7 @@ class RpcCalls:
 
     async def _keep_pace(self, error: IcehouseError) -> None:
         """Delay a refusal if its caller has had many: it may come again at once."""
-        turn_count = received_bytes() // _REFUSED_BYTES_PER_TURN
+        turn_count = received_bytes.get() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
         if self._closed or not turn_count:
@@ -197,7 +194,7 @@ class RpcCalls:
 
     def _deadline_time(self, context: Context) -> float | None:
         """Return when the call must have ended: by its own deadline or by its method's."""
-        row = METHODS.get(current_method())
+        row = METHODS.get(current_method.get())
         default_s = None if row is None else row.deadline_s
         remaining_s = context.time_remaining()
         limit_s = default_s if remaining_s is None else remaining_s
@@ -228,7 +225,7 @@ class RpcCalls:
         call.holds.close()
         self._running_count -= 1
         if not self._running_count:
-            self._idle.set()
+            self.idle.set()
         return self._tell(record)
 
 

@@ -26,17 +26,15 @@ DEADLINE_TOLERANCE_S = 0.05
 
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
-_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
-_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
-_received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
+current_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
+"""Full name of the method that this task serves, empty outside of a call."""
+current_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
+"""What may end this task's call."""
+received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
+"""Size of this task's request; 0 until it has arrived."""
 _cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.ContextVar(
     "cancel_code", default=None
 )
-
-
-def current_method() -> str:
-    """Return the full name of the method that this task serves, empty outside of a call."""
-    return _method.get()
 
 
 class Limit:
@@ -62,21 +60,6 @@ class Limit:
             self.is_cut = True
 
 
-def set_limit(limit: Limit) -> None:
-    """Note what may end this task's call."""
-    _limit.set(limit)
-
-
-def set_received_bytes(size_bytes: int) -> None:
-    """Note the size of this task's request."""
-    _received_bytes.set(size_bytes)
-
-
-def received_bytes() -> int:
-    """Return the size of this task's request; 0 until it has arrived."""
-    return _received_bytes.get()
-
-
 def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
     """Return what ended this task's cancelled call: a deadline, a stop or its caller.
 
@@ -85,7 +68,7 @@ def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
     """
     code = _cancel_code.get()
     if code is None:
-        limit, remaining_s = _limit.get(), context.time_remaining()
+        limit, remaining_s = current_limit.get(), context.time_remaining()
         is_late = remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S
         code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
         code = (limit.code if limit is not None else None) or code
@@ -181,7 +164,7 @@ class _WatchedCall:
 
     @contextlib.contextmanager
     def _watched(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        _method.set(self._method)
+        current_method.set(self._method)
         code = "UNKNOWN"
         try:
             yield

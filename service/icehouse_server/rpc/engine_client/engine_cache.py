@@ -20,6 +20,7 @@ from icehouse_server.domain.cache_commands import (
     ListKnown,
     ListStored,
     PinReport,
+    RecentBlocks,
     StoredBlocks,
     Verify,
     VerifyReport,
@@ -28,7 +29,9 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
-Answer = TypeVar("Answer", Explanation, PinReport, EvictReport, KnownBlocks, VerifyReport, StoredBlocks)
+Answer = TypeVar(
+    "Answer", Explanation, PinReport, EvictReport, KnownBlocks, RecentBlocks, VerifyReport, StoredBlocks
+)
 
 _VERIFY_SLICE_COUNT = 64
 """Blocks that are read in one slice."""

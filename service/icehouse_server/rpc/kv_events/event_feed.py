@@ -42,14 +42,10 @@ class EventFeed:
         self._of: dict[Tenant, Channel] = {}
         self._sharers: collections.deque[tuple[Channel, ...]] = collections.deque()
         """For each kept batch, the channels that have a part of it."""
-        self._ring_bytes = 0
+        self.ring_bytes = 0
+        """About how much memory the kept batches take."""
         self._sinks: list[Callable[[KvBatch], None]] = []
         self.event_total = 0
-
-    @property
-    def ring_bytes(self) -> int:
-        """About how much memory the kept batches take."""
-        return self._ring_bytes
 
     @property
     def lost_total(self) -> int:
@@ -109,9 +105,9 @@ class EventFeed:
 
     def _keep(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
         self._sharers.append(sharers)
-        self._ring_bytes += size_bytes(batch)
-        while self._ring_bytes > self._replay_limit_bytes and len(self._all) > 1:
-            self._ring_bytes -= size_bytes(self._all.drop_oldest())
+        self.ring_bytes += size_bytes(batch)
+        while self.ring_bytes > self._replay_limit_bytes and len(self._all) > 1:
+            self.ring_bytes -= size_bytes(self._all.drop_oldest())
             for channel in self._sharers.popleft():
                 channel.drop_oldest()
 
@@ -158,7 +154,8 @@ class Channel:
     def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
         self._state_of_now = state
         self._clock = clock
-        self._last_number = number
+        self.last_number = number
+        """The number of the latest batch; before the first one, the number before it."""
         self._ring: collections.deque[KvBatch] = collections.deque()
         self._changed = asyncio.Event()
         self._snapshots: weakref.WeakSet[BlockSnapshot] = weakref.WeakSet()
@@ -168,15 +165,10 @@ class Channel:
         self.lost_total = 0
         """Subscribers that fell too far behind."""
 
-    @property
-    def last_number(self) -> int:
-        """The number of the latest batch; before the first one, the number before it."""
-        return self._last_number
-
     def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
         """Number events and keep them; `wake` tells those who wait."""
-        self._last_number += 1
-        batch = KvBatch(self._last_number, self._clock.wall(), events)
+        self.last_number += 1
+        batch = KvBatch(self.last_number, self._clock.wall(), events)
         self._ring.append(batch)
         self._event_count += len(events)
         return batch
@@ -217,21 +209,21 @@ class Channel:
 
     def after(self, number: int) -> KvBatch | None:
         """Return the batch after this number, None if there is none yet; raises EventsLost."""
-        if number == self._last_number:
+        if number == self.last_number:
             return None
         self.require(number, began=True)
         return self._ring[number + 1 - self._ring[0].sequence_number]
 
     def require(self, number: int, *, began: bool) -> None:
         """Raise if the batch after this number is not kept: EventsLost, or EventsExpired at the beginning."""
-        first = self._ring[0].sequence_number if self._ring else self._last_number + 1
-        if first - 1 <= number <= self._last_number:
+        first = self._ring[0].sequence_number if self._ring else self.last_number + 1
+        if first - 1 <= number <= self.last_number:
             return
         detail = (
-            f"the events after number {number} are not kept, those of {first} to {self._last_number} are; "
+            f"the events after number {number} are not kept, those of {first} to {self.last_number} are; "
             "forget what was told and subscribe from 0"
         )
-        numbers = {"number": number, "first_number": first, "last_number": self._last_number}
+        numbers = {"number": number, "first_number": first, "last_number": self.last_number}
         if began:
             self.lost_total += 1
             raise EventsLost(Reason.EVENTS_LOST, detail, metadata=numbers)
@@ -245,7 +237,7 @@ class Channel:
         what is kept anyway.
         """
         if self._latest is None or self._event_count > self._latest.block_count:
-            self._latest = BlockSnapshot(self._last_number, self._clock.wall(), self._state_of_now())
+            self._latest = BlockSnapshot(self.last_number, self._clock.wall(), self._state_of_now())
             self._snapshots.add(self._latest)
             self._event_count = 0
         return self._latest

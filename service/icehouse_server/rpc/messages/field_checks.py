@@ -169,9 +169,7 @@ def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
 
     Operators, and everybody if no credentials are required, may name any tenant.
     """
-    size_bytes = len(proto.tenant.encode("utf-8"))
-    if size_bytes > TENANT_BYTE_LIMIT:
-        refuse_value("cache.tenant", size_bytes, f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8", unit="bytes")
+    _check_tenant(proto.tenant, field="cache.tenant")
     if caller.tenant is None:
         return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
     if not proto.tenant or proto.tenant == caller.tenant:
@@ -191,14 +189,7 @@ def shared_tenant_of(
 ) -> Tenant | None:
     """Return the tenant whose prompts it may also start from; raises Forbidden if that is not granted."""
     name = proto.shared_prefix_name
-    size_bytes = len(name.encode("utf-8"))
-    if size_bytes > TENANT_BYTE_LIMIT:
-        refuse_value(
-            "cache.shared_prefix_name",
-            size_bytes,
-            f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8",
-            unit="bytes",
-        )
+    _check_tenant(name, field="cache.shared_prefix_name")
     if not name:
         return None
     if caller.role is not Role.OPERATOR:
@@ -212,6 +203,12 @@ def shared_tenant_of(
                 metadata={"tenant": caller.tenant, "shared_prefix_name": name},
             )
     return Tenant(name)
+
+
+def _check_tenant(name: str, *, field: str) -> None:
+    size_bytes = len(name.encode("utf-8"))
+    if size_bytes > TENANT_BYTE_LIMIT:
+        refuse_value(field, size_bytes, f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8", unit="bytes")
 
 
 def priority_of(value: int) -> int:

@@ -24,6 +24,7 @@ from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
 from icehouse_server.rpc.calls.watchers import AccessLog, CallWatcher, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import to_proto
@@ -118,12 +119,8 @@ class StatsPoller:
         self._kv_events = kv_events
         self.interval_s = interval_s
         """Also how long the engine may take to answer."""
-        self._latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
-
-    @property
-    def latest(self) -> Snapshot:
+        self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
         """The last sample. A frozen value: reading it from another thread needs no lock."""
-        return self._latest
 
     async def run(self) -> None:
         """Sample now and at every interval, until cancelled."""
@@ -140,10 +137,10 @@ class StatsPoller:
                     answer = await self._stats.ask()
             except (TimeoutError, IcehouseError):
                 answer = None
-        self._latest = self._snapshot(answer)
+        self.latest = self._snapshot(answer)
 
     def _snapshot(self, answer: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
-        last, now = self._latest, self._clock.monotonic()
+        last, now = self.latest, self._clock.monotonic()
         engine, cache = answer or (last.engine, last.cache)
         return Snapshot(
             state=self._router.state,
@@ -183,7 +180,7 @@ class StatusReader:
     def __init__(
         self, *, engine: EnginePort, router: Router, poller: StatsPoller, slow: SlowRequests, clock: Clock
     ) -> None:
-        self._engine = engine
+        self._cache = EngineCache(engine=engine, router=router)
         self._router = router
         self._poller = poller
         self._slow = slow
@@ -210,12 +207,10 @@ class StatusReader:
 
     async def _recent_blocks(self, command: ListRecent) -> tuple[RecentBlock, ...] | None:
         try:
-            self._router.require_model()
             async with asyncio.timeout(_PATIENCE_S):
-                answer = await self._router.ask(functools.partial(self._engine.submit_command, command))
+                return (await self._cache.ask(command, RecentBlocks)).blocks
         except (TimeoutError, IcehouseError):
             return None
-        return answer.blocks if isinstance(answer, RecentBlocks) else None
 
 
 TRAILER_KEY = "endpoint-load-metrics-bin"
