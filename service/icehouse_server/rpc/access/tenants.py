@@ -58,13 +58,12 @@ class Stay:
 
     def __init__(self, account: Account, counts: QueueCounts, request: GenerationRequest) -> None:
         self._account = account
-        self._counts = counts
+        self._counted = (account.use, counts)
         self._prompt_token_count = len(request.prompt_token_ids)
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
         self._output_token_count = 0
         self._has_started = False
-        account.use.waiting_count += 1
-        counts.waiting_count += 1
+        self._count(waiting=1)
         account.use.accepted_total += 1
         account.use.prompt_token_total += self._prompt_token_count
 
@@ -72,10 +71,7 @@ class Stay:
         """Follow the request's events."""
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
-            self._account.use.waiting_count -= 1
-            self._account.use.running_count += 1
-            self._counts.waiting_count -= 1
-            self._counts.running_count += 1
+            self._count(waiting=-1, running=1)
             self._account.use.cached_token_total += event.cache.cached_token_count
         elif isinstance(event, Delta):
             self._output_token_count += len(event.token_ids)
@@ -84,16 +80,16 @@ class Stay:
 
     def end(self) -> None:
         """Close the request. One that has started is charged its prompt and its output."""
-        if self._has_started:
-            self._account.use.running_count -= 1
-            self._counts.running_count -= 1
-        else:
-            self._account.use.waiting_count -= 1
-            self._counts.waiting_count -= 1
+        self._count(running=-1) if self._has_started else self._count(waiting=-1)
         self._account.use.output_token_total += self._output_token_count
         if self._account.budget is not None:
             used = self._prompt_token_count + self._output_token_count if self._has_started else 0
             self._account.budget.give_back(self.reserved_token_count - used)
+
+    def _count(self, *, waiting: int = 0, running: int = 0) -> None:
+        for counts in self._counted:
+            counts.waiting_count += waiting
+            counts.running_count += running
 
 
 class Tenants:

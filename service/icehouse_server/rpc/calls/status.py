@@ -68,9 +68,7 @@ def status_of(error: IcehouseError) -> grpc.Status:
     status = rpc_status.to_status(proto)
     if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
         return status
-    pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
-    metadata = (*status.trailing_metadata, pushback)
-    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+    return with_trailers(status, (("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class VllmEngineService:
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
         """Return how busy one tenant keeps the server, or all do. Called often, so it counts nothing."""
         tenants = self._observation.stats.tenants
-        waiting_token_count = self._running.waiting_tokens.count(scope)
+        waiting_token_count = self._running.waiting_tokens[scope]
         if scope is not None:
             use = tenants.use_of(scope)
             return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
@@ -344,52 +344,39 @@ ABORT_LIMIT = 256
 """Most names in one Abort; a gateway sends one for each client that left."""
 
 
-class WaitingTokens:
-    """Prompt tokens of requests that have not started, by tenant."""
-
-    def __init__(self) -> None:
-        self._total = 0
-        self._of: collections.Counter[Tenant] = collections.Counter()
-
-    def count(self, tenant: Tenant | None) -> int:
-        """Return those of one tenant, or of all."""
-        return self._total if tenant is None else self._of[tenant]
-
-    def add(self, tenant: Tenant, token_count: int) -> None:
-        """Add tokens, or subtract them."""
-        self._total += token_count
-        self._of[tenant] += token_count
-        if not self._of[tenant]:
-            del self._of[tenant]
-
-
 class RunningRequest:
     """One call of Generate, from before its message is read to its end."""
 
-    def __init__(self, caller: Caller, waiting: WaitingTokens) -> None:
+    def __init__(self, caller: Caller, waiting_tokens: collections.Counter[Tenant | None]) -> None:
         self.caller = caller
         self.is_aborted = False
         self._opened: OpenRequest | None = None
-        self._waiting = waiting
+        self._waiting_tokens = waiting_tokens
         self._is_waiting = False
 
     def submit(self, opened: OpenRequest) -> None:
         """Note what the engine is asked."""
         self._opened = opened
-        self._is_waiting = True
-        self._waiting.add(opened.first.tenant, len(opened.first.prompt_token_ids))
+        self._wait(is_waiting=True)
 
     def note(self, event: Event) -> None:
         """Follow the request."""
         if isinstance(event, Started):
-            self.wait_no_longer()
+            self.stop_waiting()
 
-    def wait_no_longer(self) -> None:
+    def stop_waiting(self) -> None:
         """Its prompt has started, or never will."""
-        if self._opened is not None and self._is_waiting:
-            self._is_waiting = False
-            first = self._opened.first
-            self._waiting.add(first.tenant, -len(first.prompt_token_ids))
+        if self._is_waiting:
+            self._wait(is_waiting=False)
+
+    def _wait(self, *, is_waiting: bool) -> None:
+        assert self._opened is not None, "only a submitted request waits"
+        self._is_waiting = is_waiting
+        first = self._opened.first
+        for scope in (first.tenant, None):
+            self._waiting_tokens[scope] += len(first.prompt_token_ids) * (1 if is_waiting else -1)
+            if not self._waiting_tokens[scope]:
+                del self._waiting_tokens[scope]
 
     def abort(self) -> None:
         """Cancel it, before or after it was submitted."""
@@ -403,7 +390,8 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._all: dict[RunningRequest, str] = {}
-        self.waiting_tokens = WaitingTokens()
+        self.waiting_tokens: collections.Counter[Tenant | None] = collections.Counter()
+        """Prompt tokens of requests that have not started, by tenant; None for all."""
 
     @contextlib.contextmanager
     def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
@@ -414,7 +402,7 @@ class RunningRequests:
             yield request
         finally:
             del self._all[request]
-            request.wait_no_longer()
+            request.stop_waiting()
 
     def abort(self, names: Sequence[str], caller: Caller) -> None:
         """Cancel the caller's own requests of these names, each once; other names are ignored.

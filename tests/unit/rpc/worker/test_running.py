@@ -80,12 +80,12 @@ async def test_tokens_wait_until_their_prompt_starts_or_never_will(running: Runn
     waiting = running.requests.waiting_tokens
     first = running.begin("x", ADS, "a", "b")
     running.begin("y", ADS, "c")
-    assert (waiting.count(None), waiting.count(TENANT), waiting.count(Tenant("none"))) == (6, 6, 0)
+    assert (waiting[None], waiting[TENANT], waiting[Tenant("none")]) == (6, 6, 0)
     for _ in range(2):
         first.note(Started(prompt_token_count=3, cache=REPORT, queue_s=0.0))
-    assert (waiting.count(None), waiting.count(TENANT)) == (3, 3)
+    assert (waiting[None], waiting[TENANT]) == (3, 3)
     running.end()
-    assert (waiting.count(None), waiting.count(TENANT)) == (0, 0)
+    assert (waiting[None], waiting[TENANT]) == (0, 0)
 
 
 async def test_no_name_names_nothing(running: Running) -> None:
