@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from icehouse_server.config import Config
@@ -39,6 +40,7 @@ from icehouse_server.rpc.calls.methods import (
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, received_bytes
 from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.message_fields import check_fields, inputs_of
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
@@ -54,6 +56,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         authenticator: Authenticator,
         calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
+        services: Sequence[ServiceDescriptor] = (),
     ) -> None:
         """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
         self._authenticator = authenticator
@@ -67,6 +70,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._message_timeout_s = config.connection.message_timeout_s
         self._message_byte_limit = config.server.max_message_bytes
         self._run_long = run_long
+        self._inputs = inputs_of(services)
         # One caller may hold half of either memory.
         self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
         self._answer_memory = FairShare(
@@ -114,7 +118,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         async def parsed(requests: Any) -> AsyncIterator[Any]:
             async for data in requests:
-                yield _parsed(handler, data, METHODS[method])
+                yield self._parse(handler, data, method)
 
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
@@ -151,7 +155,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
         try:
-            return await self._parsed(handler, data, row)
+            return await self._message_of(handler, data, method)
         except Exception as error:
             await self._refuse(context, error)
 
@@ -161,14 +165,36 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return contextlib.nullcontext()
         return self._calls.admission(timer)
 
-    async def _parsed(self, handler: Any, data: Any, row: Method) -> Any:
+    async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
         """Return the message; raises InvalidRequest."""
         if data is grpc.aio.EOF:
             raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
         received_bytes.set(len(data))
         if len(data) <= LONG_MESSAGE_BYTES:
-            return _parsed(handler, data, row)
-        return await self._run_long(lambda: _parsed(handler, data, row), size_bytes=len(data))
+            return self._parse(handler, data, method)
+        return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
+
+    def _parse(self, handler: Any, data: bytes, method: str) -> Any:
+        """Return the message; raises InvalidRequest. Any thread."""
+        row = METHODS[method]
+        if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
+            raise InvalidRequest(
+                Reason.MESSAGE_MALFORMED,
+                f"the request has {len(data)} bytes; requests of this method have at most "
+                f"{row.message_byte_limit}; check the client's protos",
+                metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
+            )
+        if (descriptor := self._inputs.get(method)) is not None:
+            check_fields(data, descriptor)
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            raise InvalidRequest(
+                Reason.MESSAGE_MALFORMED,
+                f"the {len(data)} bytes of the request are no message of this method; check the client's "
+                "protos",
+                metadata={"size_bytes": len(data)},
+            ) from None
 
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the caller may run one more command: answers that come all at once would keep the event
@@ -271,25 +297,6 @@ def _late(timeout_s: float) -> DeadlineExceeded:
         f"the request's message did not arrive within {timeout_s:g} s; send it faster",
         metadata={"message_timeout_s": f"{timeout_s:g}"},
     )
-
-
-def _parsed(handler: Any, data: bytes, row: Method) -> Any:
-    """Return the message; raises InvalidRequest. Any thread."""
-    if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
-        raise InvalidRequest(
-            Reason.MESSAGE_MALFORMED,
-            f"the request has {len(data)} bytes; requests of this method have at most "
-            f"{row.message_byte_limit}; check the client's protos",
-            metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
-        )
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError:
-        raise InvalidRequest(
-            Reason.MESSAGE_MALFORMED,
-            f"the {len(data)} bytes of the request are no message of this method; check the client's protos",
-            metadata={"size_bytes": len(data)},
-        ) from None
 
 
 _PART_COUNT = 8

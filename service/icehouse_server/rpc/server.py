@@ -33,7 +33,6 @@ from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.listen_address import Bound, bind, server_options
-from icehouse_server.rpc.message_interceptor import MessageInterceptor
 from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
@@ -122,13 +121,13 @@ class RpcServer:
             authenticator=self.security.authenticator,
             calls=self._calls,
             run_long=self._prompts.run,
+            services=worker.services if worker is not None else (),
         )
-        message_interceptor = MessageInterceptor(worker.services if worker is not None else ())
         # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
         # before anything else.
         self._server = grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor, message_interceptor),
+            interceptors=(self._observation.interceptor, auth_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._bound = Bound("")

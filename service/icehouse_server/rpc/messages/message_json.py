@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 
 def message_facts(message: Message) -> dict[str, Any]:
-    """Return a message as JSON: absent fields are left out, zeros are not."""
+    """Return a message as JSON has it: what is absent is left out, what is zero is not."""
     facts = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

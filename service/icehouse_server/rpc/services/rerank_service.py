@@ -12,7 +12,7 @@ from icehouse.v1 import rerank_service_pb2_grpc
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.chat import ChatMessage, Conversation
-from icehouse_server.domain.events import Delta, Event, Finished
+from icehouse_server.domain.events import Delta, Finished
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
@@ -51,11 +51,31 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             )
             prompts = await self._read(request, form, model, call)
             order, requests = requests_together(whole, prompts)
-            ranking = _Ranking(whole.name, model.info.model_id, prompts)
+            log_odds: dict[int, float] = {}
+            cached_token_count, total_s = 0, 0.0
             async with self._generation.run(requests, call=call) as events:
                 async for rank, event in events:
-                    ranking.note(order[rank], event)
-            return ranking.response(top_count=request.top_count)
+                    if isinstance(event, Delta) and event.logprobs:
+                        positive, negative = event.logprobs[0].asked
+                        log_odds[order[rank]] = positive.logprob - negative.logprob
+                    if isinstance(event, Finished):
+                        assert order[rank] in log_odds, "a document ended without its score"
+                        cached_token_count += event.usage.cache.cached_token_count
+                        total_s = max(total_s, event.usage.total_s)
+            best = sorted(log_odds.items(), key=lambda item: (-item[1], item[0]))
+            return messages.RerankResponse(
+                request_id=whole.name,
+                model=model.info.model_id,
+                results=[
+                    messages.RerankResult(
+                        index=index, score=_logistic(odds), log_odds=odds, prompt_tokens=len(prompts[index])
+                    )
+                    for index, odds in best[: request.top_count or None]
+                ],
+                prompt_tokens=sum(map(len, prompts)),
+                cached_tokens=cached_token_count,
+                total_duration=duration_proto(total_s),
+            )
 
     def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
         """Refuse what needs no tokenizer to be refused."""
@@ -84,48 +104,6 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             prompts.append(prompt.token_ids)
         call.prompt_token_count = sum(map(len, prompts))
         return prompts
-
-
-class _Ranking:
-    """What the engine has reported of the documents so far."""
-
-    def __init__(self, request_id: str, model_id: str, prompts: list[tuple[int, ...]]) -> None:
-        self._request_id = request_id
-        self._model_id = model_id
-        self._prompts = prompts
-        self._log_odds: dict[int, float] = {}
-        self._cached_token_count = 0
-        self._total_s = 0.0
-
-    def note(self, index: int, event: Event) -> None:
-        """Take an event of one document's request."""
-        if isinstance(event, Delta) and event.logprobs:
-            positive, negative = event.logprobs[0].asked
-            self._log_odds[index] = positive.logprob - negative.logprob
-        if isinstance(event, Finished):
-            assert index in self._log_odds, "a document ended without its score"
-            self._cached_token_count += event.usage.cache.cached_token_count
-            self._total_s = max(self._total_s, event.usage.total_s)
-
-    def response(self, *, top_count: int) -> messages.RerankResponse:
-        """Return the `top_count` best, or all for 0."""
-        best = sorted(self._log_odds.items(), key=lambda item: (-item[1], item[0]))
-        return messages.RerankResponse(
-            request_id=self._request_id,
-            model=self._model_id,
-            results=[
-                messages.RerankResult(
-                    index=index,
-                    score=_logistic(log_odds),
-                    log_odds=log_odds,
-                    prompt_tokens=len(self._prompts[index]),
-                )
-                for index, log_odds in best[: top_count or None]
-            ],
-            prompt_tokens=sum(map(len, self._prompts)),
-            cached_tokens=self._cached_token_count,
-            total_duration=duration_proto(self._total_s),
-        )
 
 
 def _logistic(log_odds: float) -> float:

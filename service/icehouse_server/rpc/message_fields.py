@@ -1,4 +1,4 @@
-"""Message interceptor: refuses by its bytes what a parsed message hides, or what costs too much to parse.
+"""Message fields: refuses by a request's bytes what a parsed message hides, or what costs too much to parse.
 
 - Two fields of one oneof: a parser keeps the last one without a word, so a prompt could get lost unseen.
 - More fields than any request needs: the parser makes an object of each and holds Python's global lock until
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from icehouse.v1 import (
     cache_service_pb2,
@@ -31,45 +30,13 @@ SCANNED_FIELD_LIMIT = 1000
 """A message with more top-level fields has too many stop strings, and is refused for that."""
 
 
-class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the bytes of every request with a prompt; `services` are served beside the API.
-
-    This runs in any thread, as parsing does.
-    """
-
-    def __init__(self, services: Sequence[ServiceDescriptor] = ()) -> None:
-        self._inputs = {
-            f"/{service.full_name}/{method.name}": method.input_type
-            for service in (*_services(), *services)
-            for method in service.methods
-        }
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Return the method's own handler, with the check if the method needs one."""
-        handler = await continuation(handler_call_details)
-        descriptor = self._inputs.get(handler_call_details.method)
-        if handler is None or descriptor is None:
-            return handler
-        parse = handler.request_deserializer
-
-        def read(data: bytes) -> Any:
-            check_fields(data, descriptor)
-            return parse(data)
-
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        return make(
-            handler.unary_stream or handler.unary_unary,
-            request_deserializer=read,
-            response_serializer=handler.response_serializer,
-        )
+def inputs_of(services: Sequence[ServiceDescriptor]) -> Mapping[str, Descriptor]:
+    """Return the request's type of each method with a prompt; `services` are served beside the API."""
+    return {
+        f"{service.full_name}/{method.name}": method.input_type
+        for service in (*_services(), *services)
+        for method in service.methods
+    }
 
 
 def check_fields(data: bytes, descriptor: Descriptor) -> None:

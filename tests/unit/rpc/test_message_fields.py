@@ -9,12 +9,12 @@ from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2, sampling_pb2, tool_pb2
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS
-from icehouse_server.rpc.message_interceptor import (
+from icehouse_server.rpc.message_fields import (
     FIELD_LIMIT,
     SCANNED_FIELD_LIMIT,
-    MessageInterceptor,
     check_fields,
     clashing_fields,
+    inputs_of,
 )
 
 from tests.fixtures.rpc.worker import worker_parts
@@ -79,5 +79,5 @@ def test_long_texts_and_packed_numbers_are_few_fields() -> None:
 
 
 def test_no_method_whose_message_may_be_long_is_left_out() -> None:
-    looked_at = {name.removeprefix("/") for name in MessageInterceptor(worker_parts().services)._inputs}
+    looked_at = set(inputs_of(worker_parts().services))
     assert {name for name, row in METHODS.items() if row.message_byte_limit is None} <= looked_at
