@@ -89,23 +89,20 @@ class Outbox:
 
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None
-        if isinstance(event, PrefillProgress):
-            if isinstance(newest, PrefillProgress) and _fit_one_piece(newest, event):
+        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
+            if _fit_one_piece(newest, event):
                 self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
-            else:
-                self._waiting.append(event)
-        elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
-            if isinstance(newest, Delta | _DeltaRun) and not _fit_one_piece(newest, event):
-                self._waiting.append(event)
                 return
-            if isinstance(newest, Delta):
-                newest = self._waiting[-1] = _DeltaRun(newest)
-            if isinstance(newest, _DeltaRun):
-                newest.add(event)
-            else:
-                self._waiting.append(event)
-        else:
-            self._waiting.append(event)
+        elif (
+            isinstance(event, Delta)
+            and isinstance(newest, Delta | _DeltaRun)
+            and len(self._waiting) >= self._event_limit
+            and _fit_one_piece(newest, event)
+        ):
+            run = self._waiting[-1] = newest if isinstance(newest, _DeltaRun) else _DeltaRun(newest)
+            run.add(event)
+            return
+        self._waiting.append(event)
 
 
 class _DeltaRun:

@@ -44,7 +44,8 @@ class ImageFetcher:
     def __init__(self, config: ServerConfig) -> None:
         self._rules = SourceRules.of(config)
         self._config = config
-        self._threads = _Threads()
+        self._turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
+        """For threads, which are daemons: one that hangs does not keep the process from ending."""
         self._web = WebReader(self._rules, timeout_s=config.image_fetch_timeout_s)
         self._memory = FairQueue(capacity=config.request_memory_bytes, factor=1.0)
 
@@ -89,32 +90,17 @@ class ImageFetcher:
         limit_bytes = self._config.max_image_bytes
         if isinstance(address, FileAddress):
             read = functools.partial(read_file, address, limit_bytes=limit_bytes, field=field)
-            return await self._threads.run(read)
+            return await self._in_thread(read)
         abort = FetchAbort()
         fetch = functools.partial(self._web.read, address, limit_bytes=limit_bytes, field=field, abort=abort)
         try:
-            return await self._threads.run(fetch)
+            return await self._in_thread(fetch)
         finally:
             abort.set()  # of use where the time is over or the caller has left
 
-    def _late(self, source: ImageSource) -> SourceUnreachable:
-        timeout_s = self._config.image_fetch_timeout_s
-        complaint = f"and those after it were not read within {timeout_s:g} s"
-        return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
-
-
-class _Threads:
-    """A few threads for what blocks: network disks, the system's resolver, hosts.
-
-    They are daemons, so that one that hangs does not keep the process from ending.
-    """
-
-    def __init__(self) -> None:
-        self.turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
-
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns; callers take turns."""
-        hold = await self.turns.take(callers.origin.get())
+        hold = await self._turns.take(callers.origin.get())
         task: concurrent.futures.Future[Result] = concurrent.futures.Future()
         # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
         loop = asyncio.get_running_loop()
@@ -125,6 +111,11 @@ class _Threads:
         except RuntimeError as error:  # the system gives no thread; the turn is given back all the same
             task.set_exception(error)
         return await asyncio.wrap_future(task)
+
+    def _late(self, source: ImageSource) -> SourceUnreachable:
+        timeout_s = self._config.image_fetch_timeout_s
+        complaint = f"and those after it were not read within {timeout_s:g} s"
+        return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
 
 
 def _settle(task: concurrent.futures.Future[Result], work: Callable[[], Result]) -> None:

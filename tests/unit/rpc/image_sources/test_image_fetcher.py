@@ -142,7 +142,7 @@ async def test_one_callers_slow_hosts_leave_turns_and_memory_to_others(host: Web
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
-    assert fetcher._memory.waiting_count == 0 and fetcher._threads.turns.waiting_count == 0
+    assert fetcher._memory.waiting_count == 0 and fetcher._turns.waiting_count == 0
     assert await ask("a", f"file://{folder}/dog.png") == [b"dog", b"inline"]
 
 
