@@ -100,7 +100,7 @@ class RpcServer:
         )
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
-        self._prompts = PromptReader.of(config.server)
+        self._prompts = PromptReader(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
@@ -174,7 +174,7 @@ class RpcServer:
             async with asyncio.timeout(grace_s):
                 await self._calls.idle.wait()
         # Health watchers, which would never end.
-        self._calls.cut_endless()
+        self._calls.cut(endless_only=True)
         if grace_s:
             await self._refuse_latecomers()
         self._calls.cut()

@@ -91,8 +91,8 @@ class RpcCalls:
         self.idle = asyncio.Event()
         """Set while no call runs."""
         self.idle.set()
-        self._open: set[Limit] = set()
-        self._endless: set[Limit] = set()
+        self._open: dict[Limit, bool] = {}
+        """Whether each may never end by itself."""
         self._admissions: set[asyncio.Timeout] = set()
         self.refused_count = 0
         """Calls that came after the stop."""
@@ -108,27 +108,20 @@ class RpcCalls:
         for timer in self._admissions:
             _end_now(timer)
 
-    def cut_endless(self) -> None:
-        """End the calls that would never end by themselves, as UNAVAILABLE."""
-        for limit in self._endless:
-            limit.cut()
-
-    def cut(self) -> None:
-        """End all calls that are still open, as UNAVAILABLE."""
-        for limit in self._open:
-            limit.cut()
+    def cut(self, *, endless_only: bool = False) -> None:
+        """End what is still open as UNAVAILABLE; `endless_only` what would never end by itself."""
+        for limit, is_endless in self._open.items():
+            if is_endless or not endless_only:
+                limit.cut()
 
     @contextlib.contextmanager
     def open(self, limit: Limit, *, is_endless: bool) -> Iterator[None]:
         """The block serves a call that `limit` may end."""
-        self._open.add(limit)
-        if is_endless:
-            self._endless.add(limit)
+        self._open[limit] = is_endless
         try:
             yield
         finally:
-            self._open.discard(limit)
-            self._endless.discard(limit)
+            del self._open[limit]
 
     @contextlib.asynccontextmanager
     async def admission(self, timer: asyncio.Timeout) -> AsyncIterator[None]:

@@ -161,8 +161,7 @@ class StallTimer:
 
     def expire(self) -> None:
         """End the block now."""
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        self._reschedule(asyncio.get_running_loop().time())
 
 
 def _note_failure(sending: asyncio.Future[None]) -> None:

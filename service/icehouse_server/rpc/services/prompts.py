@@ -250,14 +250,16 @@ def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
 
 
 class PromptReader:
-    """Runs a tokenizer in `thread_count` threads, callers in turn. Owned by the event loop; `close` ends it.
+    """Runs a tokenizer in a few threads, callers in turn. Owned by the event loop; `close` ends it.
 
     Long work leaves one thread to short work, if there are two.
     """
 
-    def __init__(self, *, thread_count: int, images: ImageFetcher, image_memory_bytes: int) -> None:
-        self._images = images
-        self.image_memory = FairShare(limit=image_memory_bytes, factor=1.0, what="bytes of images")
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for invalid image folders or hosts."""
+        thread_count = config.tokenizer_thread_count
+        self._images = ImageFetcher(config)
+        self.image_memory = FairShare(limit=config.image_memory_bytes, factor=1.0, what="bytes of images")
         """For pixels while they are decoded, and then for prepared images until their call ends. One caller
         gets at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
@@ -265,15 +267,6 @@ class PromptReader:
         )
         self._turns = FairQueue(capacity=thread_count)
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> PromptReader:
-        """Return one by the settings; raises ConfigError for invalid image folders or hosts."""
-        return cls(
-            thread_count=config.tokenizer_thread_count,
-            images=ImageFetcher(config),
-            image_memory_bytes=config.image_memory_bytes,
-        )
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         """Return the prompt's tokens; raises InvalidRequest for none, and if they fill the context."""

@@ -71,7 +71,7 @@ async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_byte
 
 
 def prompt_reader(*, thread_count: int) -> PromptReader:
-    return PromptReader.of(ServerConfig(tokenizer_thread_count=thread_count))
+    return PromptReader(ServerConfig(tokenizer_thread_count=thread_count))
 
 
 class HeldImages:
