@@ -141,25 +141,17 @@ def _bind_tcp(
 def _tcp_error(*, host: str, port: int) -> StartError:
     # gRPC says only that it failed, so the system is asked why.
     cause = _try_to_listen(host=host, port=port)
-    metadata = {"host": host, "port": port}
     if cause is not None and cause.errno == errno.EACCES:
-        return StartError(
-            Reason.ADDRESS_IN_USE,
-            f"port {port} needs privileges that this process lacks; choose one above 1023 with --port",
-            metadata=metadata,
-        )
-    if cause is None or cause.errno == errno.EADDRINUSE:
-        return StartError(
-            Reason.ADDRESS_IN_USE,
+        what = f"port {port} needs privileges that this process lacks; choose one above 1023 with --port"
+    elif cause is None or cause.errno == errno.EADDRINUSE:
+        what = (
             f"port {port} on {host} is taken by another process; stop it, or choose another port with "
-            "--port (0 picks a free one)",
-            metadata=metadata,
+            "--port (0 picks a free one)"
         )
-    return StartError(
-        Reason.ADDRESS_IN_USE,
-        f"cannot listen on {host} port {port}: {cause.strerror or cause}; choose another address with --host",
-        metadata=metadata,
-    )
+    else:
+        why = cause.strerror or cause
+        what = f"cannot listen on {host} port {port}: {why}; choose another address with --host"
+    return StartError(Reason.ADDRESS_IN_USE, what, metadata={"host": host, "port": port})
 
 
 def _try_to_listen(*, host: str, port: int) -> OSError | None:

@@ -51,8 +51,8 @@ class Telemetry:
 
 _logger = logging.getLogger("icehouse.access")
 
-REFUSALS_PER_S = 20
-REFUSAL_BURST_COUNT = 64
+REFUSAL_LINES_PER_S = 20
+REFUSAL_LINE_BURST_COUNT = 64
 """Lines of refusals that are written at once."""
 
 
@@ -65,7 +65,7 @@ class AccessLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._refusals = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+        self._refusals = Pace(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
         self._left_out: collections.Counter[str] = collections.Counter()
         """By tenant with credentials, so there are not many."""
 
@@ -78,13 +78,13 @@ class AccessLog:
                 self._left_out[tenant] += 1
                 return
             left_out_count = self._left_out.pop(tenant, 0)
-        facts = facts_of(record, trace_id=trace_id)
+        facts = log_fields_of(record, trace_id=trace_id)
         if left_out_count:
             facts["left_out"] = left_out_count
         _logger.info("call_ended", extra=facts)
 
 
-def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
+def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
     """Return the line's fields in order, without those that the call never got to."""
     facts: dict[str, object] = {
         "method": record.method,
@@ -115,13 +115,13 @@ def facts_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
     return facts
 
 
-KEPT_COUNT = 512
+SLOW_KEPT_COUNT = 512
 """Ended requests that are remembered."""
 
-RECENT_S = 600.0
+SLOW_RECENT_S = 600.0
 """Older ones are not shown."""
 
-SHOWN_COUNT = 10
+SLOW_SHOWN_COUNT = 10
 
 
 class SlowRequests:
@@ -129,7 +129,7 @@ class SlowRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=KEPT_COUNT)
+        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_KEPT_COUNT)
 
     def call_ended(self, record: CallRecord) -> None:
         """Remember a call, if it was a request that left the queue."""
@@ -142,9 +142,9 @@ class SlowRequests:
         recent = [
             (time, record)
             for time, record in self._ended
-            if now - time <= RECENT_S and tenant in (None, record.tenant)
+            if now - time <= SLOW_RECENT_S and tenant in (None, record.tenant)
         ]
-        chosen = heapq.nlargest(SHOWN_COUNT, recent, key=lambda pair: pair[1].duration_s)
+        chosen = heapq.nlargest(SLOW_SHOWN_COUNT, recent, key=lambda pair: pair[1].duration_s)
         return tuple(_slow_request(record, age_s=now - time) for time, record in chosen)
 
 

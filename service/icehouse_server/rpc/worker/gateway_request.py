@@ -232,8 +232,8 @@ def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]
     return token_ids
 
 
-FIELD: Final = "mm_inputs"
-_PLACES: Final = f"{FIELD}.mm_placeholders"
+_FIELD: Final = "mm_inputs"
+_PLACES: Final = f"{_FIELD}.mm_placeholders"
 _PIXELS: Final = "pixel_values"
 _TENSOR_COUNT_LIMIT: Final = 8
 _DIMENSION_COUNT_LIMIT: Final = 8
@@ -254,22 +254,22 @@ def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: Se
     if not info.sees_images:
         raise InvalidRequest(
             Reason.IMAGES_UNSUPPORTED,
-            f"{FIELD} has images; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
-            field=FIELD,
+            f"{_FIELD} has images; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
+            field=_FIELD,
             metadata={"architecture": info.architecture},
         )
     if request.WhichOneof("input") != "tokenized":
-        raise _invalid(FIELD, "is set without `tokenized`, whose tokens its images stand among")
+        raise _invalid(_FIELD, "is set without `tokenized`, whose tokens its images stand among")
     if inputs.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
-        raise _invalid(f"{FIELD}.modality", f"is {inputs.modality}; images are served, and nothing else")
+        raise _invalid(f"{_FIELD}.modality", f"is {inputs.modality}; images are served, and nothing else")
     if not inputs.HasField(_PIXELS):
-        raise _invalid(f"{FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
+        raise _invalid(f"{_FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
     count, limit = len(inputs.mm_placeholders), config.max_images
     if not 1 <= count <= limit:
         raise _invalid(_PLACES, f"has {count} images; there must be 1 to {limit}")
     if len(inputs.model_specific_tensors) > _TENSOR_COUNT_LIMIT:
         raise _invalid(
-            f"{FIELD}.model_specific_tensors",
+            f"{_FIELD}.model_specific_tensors",
             f"has {len(inputs.model_specific_tensors)} tensors; at most {_TENSOR_COUNT_LIMIT} may be",
         )
 
@@ -282,20 +282,20 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
     """
     inputs = request.mm_inputs
     if (key := inputs.encoder_input_key) not in ("", _PIXELS):
-        raise _invalid(f"{FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
+        raise _invalid(f"{_FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
     places = _places_of(inputs, len(request.tokenized.input_ids))
-    tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{FIELD}.{_PIXELS}")]
+    tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{_FIELD}.{_PIXELS}")]
     for name, tensor in inputs.model_specific_tensors.items():
-        field = f"{FIELD}.model_specific_tensors[{shown(name)}]"
+        field = f"{_FIELD}.model_specific_tensors[{shown(name)}]"
         if name == _PIXELS:
-            raise _invalid(field, f"is there beside {FIELD}.{_PIXELS}")
+            raise _invalid(field, f"is there beside {_FIELD}.{_PIXELS}")
         tensors.append(_tensor_of(name, tensor, field))
     return SentImages(
         tuple(tensors),
         places,
         places_field=_PLACES,
         token_id=inputs.im_token_id if inputs.HasField("im_token_id") else None,
-        token_field=f"{FIELD}.im_token_id",
+        token_field=f"{_FIELD}.im_token_id",
     )
 
 
