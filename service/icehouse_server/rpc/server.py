@@ -131,7 +131,7 @@ class RpcServer:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._bound = Bound("")
-        self._add_services(engine, router, clock, draw_seed, worker)
+        self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
@@ -211,31 +211,14 @@ class RpcServer:
         """Return when the server has stopped."""
         await self._server.wait_for_termination()
 
-    def _add_services(
-        self,
-        engine: EnginePort,
-        router: Router,
-        clock: Clock,
-        draw_seed: Callable[[], int],
-        worker: WorkerParts | None,
-    ) -> None:
-        parts = self._parts(engine, router, clock, draw_seed)
-        server, stats = self._server, self._observation.stats
-        inference, embedding = InferenceService(parts, stats=stats), EmbeddingService(parts)
+    def _add_services(self, parts: ServiceParts, worker: WorkerParts | None) -> None:
+        server, inference, embedding = self._server, InferenceService(parts), EmbeddingService(parts)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(parts, engine=engine, stats=stats), server
-        )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(calls=self._calls, router=router), server
-        )
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(parts), server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(parts), server)
         embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server)
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
-        requests = parts.generation.open_requests
-        server_service_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerService(self._about, calls=self._calls, router=router, requests=requests, clock=clock),
-            server,
-        )
+        server_service_pb2_grpc.add_ServerServiceServicer_to_server(ServerService(parts, self._about), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
@@ -244,13 +227,11 @@ class RpcServer:
 
             VllmEngineService(
                 parts,
-                engine=engine,
                 is_serving=lambda: self.health.is_serving,
                 observation=self._observation,
                 inference=inference,
                 embedding=embedding,
                 worker=worker,
-                clock=clock,
             ).add_to(server)
             names = (*names, SERVICE_NAME)
         if self._config.reflection_enabled:
@@ -264,8 +245,11 @@ class RpcServer:
     ) -> ServiceParts:
         return ServiceParts(
             config=self._config,
+            clock=clock,
             calls=self._calls,
+            engine=engine,
             router=router,
+            stats=self._observation.stats,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,

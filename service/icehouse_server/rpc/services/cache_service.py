@@ -28,7 +28,6 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
-from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.messages.field_checks import check_model, refuse_value, tenant_of, watch_interval_of
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
@@ -40,7 +39,6 @@ from icehouse_server.rpc.messages.responses import (
     verify_response,
 )
 from icehouse_server.rpc.services.generation import ServiceParts
-from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
 
@@ -59,13 +57,13 @@ def scope_of(request: _Scoped, call: RpcCall) -> CacheScope:
 class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's commands and their answers into responses."""
 
-    def __init__(self, parts: ServiceParts, *, engine: EnginePort, stats: StatsReader) -> None:
+    def __init__(self, parts: ServiceParts) -> None:
         self._calls = parts.calls
         self._stall_timeout_s = parts.config.stall_timeout_s
         self._generation = parts.generation
         self._router = parts.router
-        self._commands = EngineCache(engine=engine, router=parts.router)
-        self._stats = stats
+        self._commands = EngineCache(engine=parts.engine, router=parts.router)
+        self._stats = parts.stats
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""

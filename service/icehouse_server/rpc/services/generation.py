@@ -39,6 +39,7 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
+from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptMessage,
@@ -257,8 +258,11 @@ class ServiceParts:
     """What the services share. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
 
     config: ServerConfig
+    clock: Clock
     calls: RpcCalls
+    engine: EnginePort
     router: Router
+    stats: StatsReader
     prompts: PromptReader
     generation: Generation
     draw_seed: Callable[[], int]

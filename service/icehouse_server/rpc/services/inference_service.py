@@ -33,7 +33,6 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.services.generation import ServiceParts
-from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     Prompt,
@@ -51,14 +50,14 @@ from icehouse_server.rpc.services.prompts import (
 class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     """Thin: each method reads the request, asks below, and writes the answer."""
 
-    def __init__(self, parts: ServiceParts, *, stats: StatsReader) -> None:
+    def __init__(self, parts: ServiceParts) -> None:
         self._config = parts.config
         self._calls = parts.calls
         self._generation = parts.generation
         self._router = parts.router
         self._prompts = parts.prompts
         self._draw_seed = parts.draw_seed
-        self._stats = stats
+        self._stats = parts.stats
 
     async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context

@@ -9,12 +9,10 @@ from icehouse.v1 import model_service_pb2 as models
 from icehouse.v1 import model_service_pb2_grpc, server_service_pb2_grpc
 from icehouse.v1 import server_service_pb2 as messages
 
-from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
-from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.calls.call_lifecycle import Context
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
     check_model,
@@ -24,6 +22,7 @@ from icehouse_server.rpc.messages.field_checks import (
 )
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import model_proto
+from icehouse_server.rpc.services.generation import ServiceParts
 
 _STATES = {
     EngineState.LOADING: messages.SERVER_STATE_LOADING,
@@ -37,20 +36,12 @@ _STATES = {
 class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     """The server and its requests. Owned by the event loop."""
 
-    def __init__(
-        self,
-        server: messages.Server,
-        *,
-        calls: RpcCalls,
-        router: Router,
-        requests: OpenRequests,
-        clock: Clock,
-    ) -> None:
-        self._calls = calls
-        self._router = router
-        self._requests = requests
-        self._clock = clock
-        self._start_time = clock.monotonic()
+    def __init__(self, parts: ServiceParts, server: messages.Server) -> None:
+        self._calls = parts.calls
+        self._router = parts.router
+        self._requests = parts.generation.open_requests
+        self._clock = parts.clock
+        self._start_time = parts.clock.monotonic()
         self._server = server
 
     async def GetServer(
@@ -165,9 +156,9 @@ def _number_of(page_token: str) -> int:
 class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     """The model that is served."""
 
-    def __init__(self, *, calls: RpcCalls, router: Router) -> None:
-        self._calls = calls
-        self._router = router
+    def __init__(self, parts: ServiceParts) -> None:
+        self._calls = parts.calls
+        self._router = parts.router
 
     async def ListModels(
         self, request: models.ListModelsRequest, context: Context

@@ -21,7 +21,6 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import ListKnown
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Event, Started
@@ -35,7 +34,6 @@ from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
-from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import ServiceParts
@@ -72,25 +70,23 @@ class VllmEngineService:
         self,
         parts: ServiceParts,
         *,
-        engine: EnginePort,
         is_serving: Callable[[], bool],
         observation: Observation,
         inference: InferenceService,
         embedding: EmbeddingService,
         worker: WorkerParts,
-        clock: Clock,
     ) -> None:
         self._parts = parts
         self._calls = parts.calls
         self._router = parts.router
-        self._commands = EngineCache(engine=engine, router=parts.router)
+        self._commands = EngineCache(engine=parts.engine, router=parts.router)
         self._is_serving = is_serving
         self._observation = observation
         self._inference = inference
         self._embedding = embedding
         self._worker = worker
-        self._clock = clock
-        self._start_time = clock.monotonic()
+        self._clock = parts.clock
+        self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant last sent a request; tenants without credentials count as one."""
         self._running = RunningRequests()
