@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from icehouse_server.rpc.calls import methods, reason_table
-
-from docs import api_reference, capacity, tables
+from docs import api_reference, capacity, method_table, reasons, tables
 
 DOCS = Path(__file__).resolve().parent
 
@@ -38,8 +36,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
 def pages() -> dict[Path, str]:
     """Return every page that is made here, wholly or in part, as it should be."""
     return {
-        DOCS / "errors.md": reason_table.markdown(),
-        DOCS / "methods.md": methods.markdown(),
+        DOCS / "errors.md": reasons.markdown(),
+        DOCS / "methods.md": method_table.markdown(),
         **{DOCS / name: _with_tables(DOCS / name, makers) for name, makers in TABLES.items()},
         **{DOCS / "api" / name: text for name, text in api_reference.pages().items()},
     }

@@ -53,7 +53,6 @@ ROOMS = (
     "rpc.calls",
     "rpc.messages",
     "rpc.image_sources",
-    "rpc.monitoring",
     "rpc.kv_events",
     "rpc.services",
     "rpc.worker",

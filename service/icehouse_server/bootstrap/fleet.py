@@ -13,16 +13,16 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
 from icehouse_server.errors import Reason, StartError, imports_of_extra
-from icehouse_server.rpc.address import is_loopback
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
     # Of an optional extra.
     from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
-    from icehouse_server.rpc.worker.parts import WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -108,8 +108,8 @@ def worker_parts(
     if not config.fleet.worker_enabled:
         return None
     with imports_of_extra("fleet", setting="fleet.worker_enabled"):
-        from icehouse_server.rpc.worker.kv_events import KvEventStreams
-        from icehouse_server.rpc.worker.parts import ServedFolder, WorkerParts
+        from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
+        from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
     model = read_config(source.path)
     generation = read_generation_config(source.path)
     return WorkerParts(

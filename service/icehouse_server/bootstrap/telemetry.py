@@ -15,11 +15,11 @@ from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.domain.stats import ServerStatus
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
-from icehouse_server.rpc.address import is_loopback
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.monitoring.server_service import server_version
-from icehouse_server.rpc.monitoring.status import StatusReader
+from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.services.observation import StatusReader
+from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.status_page.page import StatusPage

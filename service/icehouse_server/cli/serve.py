@@ -39,8 +39,8 @@ from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
-from icehouse_server.rpc.address import check_address, check_free
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.listen_address import check_address, check_free
 
 _log = logging.getLogger("icehouse.boot")
 

@@ -1,104 +1,80 @@
-"""Authentication interceptor before every method: who calls, may they, and does their message come.
+"""Authentication interceptor before every method: who calls, may they, and does their message arrive.
 
-What each method allows is its row of the method table.
+What a method allows is its row of the method table.
 
-A method of one request and one answer is served as if both were streams. Nobody on the wire can tell, and
-the server gains four things: a caller is known before any of its message is read; a message that trickles
-in holds nothing for longer than its timeout; bytes that are no message get a status of ours; an answer that
-its reader does not take goes on holding its caller's place, so that nobody can leave answers unread for free.
+A method with one request and one answer is served as if both were streams. Nobody can see that on the wire,
+and the server gains four things. The caller is known before any of its message is read. A message that
+trickles in holds nothing for longer than its timeout. Bytes that are no message get a status of ours. An
+answer that is not read still holds its caller's place, so nobody can leave answers unread for free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.authentication import Authenticator
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.calls import loop_timeout
-from icehouse_server.rpc.calls.calls import Calls, Context, end, stopping
+from icehouse_server.rpc.access.credentials import Authenticator
+from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
 from icehouse_server.rpc.calls.methods import (
     LONG_MESSAGE_BYTES,
     METHODS,
-    Access,
+    CallPool,
     Method,
-    Place,
-    Pool,
+    MethodAccess,
+    WorkPlace,
     caller_shares,
+    shares_of,
 )
-from icehouse_server.rpc.calls.shares import RETRY_S, FairQueue, Hold, Share
 from icehouse_server.rpc.calls.status import status_of
-from icehouse_server.rpc.calls.wire import Encoded, Limit, set_limit, set_received_bytes
+from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, received_bytes
 from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.message_fields import check_fields, inputs_of
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MessageLimits:
-    """What requests may take before anybody looks at them."""
-
-    timeout_s: float
-    size_bytes: int
-    memory_bytes: int
-    """All of them together, while they are read and while they are served."""
-    answer_memory_bytes: int
-    """What their answers may take until they are read."""
-
-    @classmethod
-    def of(cls, config: Config) -> MessageLimits:
-        """Return them by the settings."""
-        return cls(
-            timeout_s=config.connection.message_timeout_s,
-            size_bytes=config.server.max_message_bytes,
-            memory_bytes=config.server.request_memory_bytes,
-            answer_memory_bytes=config.server.answer_memory_bytes,
-        )
-
-
-class LongWork(Protocol):
-    """Whoever does what takes long off the event loop, one caller after the other."""
-
-    async def __call__(self, work: Callable[[], Any], *, size_bytes: int) -> Any:
-        """Return what `work` returns; `size_bytes` says how long it may take."""
-        ...
-
-
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before all methods, ours and gRPC's own. Owned by the event loop."""
+    """Stands before all methods, gRPC's own included. Owned by the event loop."""
 
     def __init__(
         self,
+        config: Config,
         *,
         authenticator: Authenticator,
-        calls: Calls,
-        health_is_open: bool,
-        shares: Mapping[Pool, Share],
-        limits: MessageLimits,
-        run_long: LongWork,
+        calls: RpcCalls,
+        run_long: Callable[..., Awaitable[Any]],
+        services: Sequence[ServiceDescriptor] = (),
     ) -> None:
+        """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
         self._authenticator = authenticator
         self._calls = calls
-        self._health_is_open = health_is_open
-        self._shares = shares
+        self._health_is_open = config.security.health_open
+        self._shares = shares_of(
+            concurrent_call_limit=config.server.max_concurrent_calls,
+            connection_limit=config.connection.connection_limit,
+        )
         self._caller_shares = caller_shares()
-        self._limits = limits
+        self._message_timeout_s = config.connection.message_timeout_s
+        self._message_byte_limit = config.server.max_message_bytes
         self._run_long = run_long
+        self._inputs = inputs_of(services)
         # One caller may hold half of either memory.
-        self._memory = FairQueue(capacity=limits.memory_bytes, factor=1.0)
-        self._answer_memory = Share(
-            limit=limits.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
+        self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
+        self._answer_memory = FairShare(
+            limit=config.server.answer_memory_bytes, factor=1.0, what="bytes of unread answers"
         )
         self._turns = FairQueue(capacity=_TURN_COUNT, factor=1.0)
 
@@ -124,14 +100,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     if not inspect.isasyncgenfunction(behaviour):
                         async with self._turn(METHODS[method]):
                             response = await behaviour(request, context)
-                        # None: a stream that has written its own, or a status that was only set, as
-                        # channelz does.
+                        # None: a stream that has written its messages itself, or channelz, which only sets a
+                        # status.
                         if response is not None:
                             response = _encoded(handler, response)
-                            await self._answer(method, context, response)
+                            await self._answer(context, response)
                         return
                     async for response in behaviour(request, context):
-                        await self._answer(method, context, response)
+                        await self._answer(context, response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -142,93 +118,113 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         async def parsed(requests: Any) -> AsyncIterator[Any]:
             async for data in requests:
-                yield _parsed(handler, data, METHODS[method])
+                yield self._parse(handler, data, method)
 
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                await self._refusing(
-                    method, context, lambda: held.enter_context(self._let_in(method, context))
-                )
+                await self._enter(method, context, held)
                 try:
                     async with self._limited(method, context):
                         async for response in handler.stream_stream(parsed(requests), context):
-                            await self._answer(method, context, response)
+                            await self._answer(context, response)
                 except InvalidRequest as error:
-                    await self._refuse(method, context, error)
+                    await self._refuse(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
         )
 
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
-        """Return the call's request, or end the call with a status; what it takes up is held."""
-        await self._refusing(method, context, lambda: held.enter_context(self._let_in(method, context)))
+        """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
+        await self._enter(method, context, held)
         row = METHODS[method]
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
             timeout_s = min(timeout_s, row.message_timeout_s)
         memory: Hold | None = None
         try:
-            async with loop_timeout.of(timeout_s) as timer, self._admission(row, timer):
+            async with loop_timeout(timeout_s) as timer, self._admission(row, timer):
                 if row.message_byte_limit is None:
-                    # How long a message is nobody knows before it is there.
-                    memory = await self._memory.take(callers.origin.get(), self._limits.size_bytes)
+                    # How long the message is, nobody knows before it is there.
+                    memory = await self._memory.take(callers.origin.get(), self._message_byte_limit)
                     held.callback(memory.release)
                 data = await context.read()
         except TimeoutError:
             waits = row.message_byte_limit is None and memory is None
-            return await self._refuse(method, context, self._full() if waits else _late(timeout_s))
+            return await self._refuse(context, self._full() if waits else _late(timeout_s))
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
         try:
-            return await self._parsed(handler, data, row)
+            return await self._message_of(handler, data, method)
         except Exception as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
     def _admission(self, row: Method, timer: asyncio.Timeout) -> contextlib.AbstractAsyncContextManager[None]:
-        # Of health callers hear to the end.
-        if row.pool is Pool.HEALTH:
+        # Health checks are answered until the very end.
+        if row.pool is CallPool.HEALTH:
             return contextlib.nullcontext()
         return self._calls.admission(timer)
 
-    async def _parsed(self, handler: Any, data: Any, row: Method) -> Any:
+    async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
         """Return the message; raises InvalidRequest."""
         if data is grpc.aio.EOF:
             raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
-        set_received_bytes(len(data))
+        received_bytes.set(len(data))
         if len(data) <= LONG_MESSAGE_BYTES:
-            return _parsed(handler, data, row)
-        return await self._run_long(lambda: _parsed(handler, data, row), size_bytes=len(data))
+            return self._parse(handler, data, method)
+        return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
+
+    def _parse(self, handler: Any, data: bytes, method: str) -> Any:
+        """Return the message; raises InvalidRequest. Any thread."""
+        row = METHODS[method]
+        if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
+            raise InvalidRequest(
+                Reason.MESSAGE_MALFORMED,
+                f"the request has {len(data)} bytes; requests of this method have at most "
+                f"{row.message_byte_limit}; check the client's protos",
+                metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
+            )
+        if (descriptor := self._inputs.get(method)) is not None:
+            check_fields(data, descriptor)
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            raise InvalidRequest(
+                Reason.MESSAGE_MALFORMED,
+                f"the {len(data)} bytes of the request are no message of this method; check the client's "
+                "protos",
+                metadata={"size_bytes": len(data)},
+            ) from None
 
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait until the caller may have one more command carried out: answers that come all together would
-        keep the event loop from everybody else's."""
-        if row.pool is Pool.COMMANDS and row.place is Place.INFERENCE:
+        """Wait until the caller may run one more command: answers that come all at once would keep the event
+        loop busy."""
+        if row.pool is CallPool.COMMANDS and row.place is WorkPlace.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
 
     def _full(self) -> Overloaded:
         return Overloaded(
             Reason.QUEUE_FULL,
-            f"the requests in flight fill the {self._limits.memory_bytes} bytes kept for them, or your share "
+            f"the requests in flight fill the {self._memory.capacity} bytes kept for them, or your share "
             "of that; try again later",
             retry_after_s=RETRY_S,
-            metadata={"request_memory_bytes": self._limits.memory_bytes},
+            metadata={"request_memory_bytes": self._memory.capacity},
         )
 
-    async def _refusing(self, method: str, context: Context, step: Callable[[], Any]) -> Any:
-        """Return what `step` does; what it raises becomes the call's status and log line."""
+    async def _enter(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
+        """Let the call in, or end it with a status and a log line."""
         try:
-            return step()
+            held.enter_context(self._let_in(method, context))
         except Exception as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
-        """End a call that brings no deadline when its method's has passed, and any when the server stops."""
+        """End a call without a deadline when its method's has passed, and any call when the server stops."""
         deadline_s = METHODS[method].deadline_s
         limit = Limit(deadline_s if context.time_remaining() is None else None)
-        set_limit(limit)
+        current_limit.set(limit)
         with self._calls.open(limit, is_endless=deadline_s is None):
             try:
                 async with limit.timer:
@@ -238,19 +234,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 has_ended = bool(context.code())
                 if has_ended:
-                    # Its status waits for a reader already.
+                    # Its status is already waiting for its reader.
                     raise asyncio.CancelledError from None
                 await end(context, status_of(stopping() if limit.is_cut else _endless(deadline_s)))
 
-    async def _answer(self, method: str, context: Context, response: answers.Message) -> None:
-        """Write an answer, or end the call with a status where its caller leaves too much unread."""
+    async def _answer(self, context: Context, response: answers.AnswerMessage) -> None:
+        """Write an answer, or end the call with a status if its caller leaves too much unread."""
         try:
             await answers.write(context, response)
         except (Overloaded, CannotFit) as error:
-            await self._refuse(method, context, error)
+            await self._refuse(context, error)
 
-    async def _refuse(self, method: str, context: Context, error: Exception) -> None:
-        async with self._calls.call(method.rpartition("/")[2], context):
+    async def _refuse(self, context: Context, error: Exception) -> None:
+        async with self._calls.call(context):
             raise error
 
     @contextlib.contextmanager
@@ -258,10 +254,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Hold the call's place until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
-        if row.access is Access.OPERATOR:
+        if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
-        # Before the place, so that a refusal is known to be this caller's.
+        # Before the place is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
         with contextlib.ExitStack() as places:
             if (own := self._caller_shares.get(method)) is not None:
@@ -276,7 +272,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _caller_of(self, row: Method, context: Context) -> Caller:
         if not self._authenticator.is_on:
             return UNPROVED
-        if self._health_is_open and row.access is Access.OPEN:
+        if self._health_is_open and row.access is MethodAccess.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
 
@@ -291,7 +287,7 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
 
 
 def _encoded(handler: Any, response: Any) -> Encoded:
-    """Return an answer's bytes, so that the message itself is not held while they are on their way."""
+    """Return an answer's bytes, so that the message is not kept while they are sent."""
     return response if isinstance(response, Encoded) else Encoded(handler.response_serializer(response))
 
 
@@ -303,20 +299,31 @@ def _late(timeout_s: float) -> DeadlineExceeded:
     )
 
 
-def _parsed(handler: Any, data: bytes, row: Method) -> Any:
-    """Return the message; raises InvalidRequest. Any thread."""
-    if row.message_byte_limit is not None and len(data) > row.message_byte_limit:
-        raise InvalidRequest(
-            Reason.MESSAGE_MALFORMED,
-            f"the request has {len(data)} bytes; requests of this method have at most "
-            f"{row.message_byte_limit}; check the client's protos",
-            metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
-        )
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError:
-        raise InvalidRequest(
-            Reason.MESSAGE_MALFORMED,
-            f"the {len(data)} bytes of the request are no message of this method; check the client's protos",
-            metadata={"size_bytes": len(data)},
-        ) from None
+_PART_COUNT = 8
+
+
+@contextlib.asynccontextmanager
+async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Raise TimeoutError out of the block after so long; the timer may be rescheduled.
+
+    With asyncio.timeout, an event loop that was blocked finds the timer and the message due in the same turn,
+    and the timer wins. This one runs in short parts: a blocked loop, however long, uses up one of them, and
+    the others are time to read the message.
+    """
+    loop = asyncio.get_running_loop()
+    part: asyncio.TimerHandle | None = None
+
+    def begin(left_count: int) -> None:
+        nonlocal part
+        if left_count:
+            part = loop.call_later(timeout_s / _PART_COUNT, begin, left_count - 1)
+        elif not timer.expired():
+            timer.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as timer:
+        begin(_PART_COUNT)
+        try:
+            yield timer
+        finally:
+            if part is not None:
+                part.cancel()

@@ -1,8 +1,8 @@
-"""Health: grpc.health.v1 after the engine's state and heartbeat.
+"""Health: grpc.health.v1 by the engine's state and heartbeat.
 
-A check is answered from how things stand at that moment. A watcher is written to by its own task, from
-what it has seen, and nobody holds anything while a write waits for its reader: grpc_health's own servicer
-writes under a lock, so that one reader who takes nothing keeps everybody's status from changing.
+A check is answered by the state at that moment. Each watcher is written to by its own task, without a lock:
+grpc_health's own servicer writes under one, so that one reader who takes nothing keeps everybody's status
+from changing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from icehouse_server.clock import Clock
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.calls.calls import Context, end
+from icehouse_server.rpc.calls.call_lifecycle import Context, end
 from icehouse_server.rpc.calls.status import status_of
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
 
 REFRESH_INTERVAL_S = 0.5
-"""How often the heartbeat is looked at. Changes of state do not wait for it."""
+"""How often the heartbeat is checked. Changes of state do not wait for it."""
 
 
-class Health:
-    """Knows whether the server serves, and wakes those who watch that. Owned by the event loop."""
+class Health(health_pb2_grpc.HealthServicer):
+    """Knows whether the server serves, and answers the standard service. Owned by the event loop."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Health:
         self._shown = self.is_serving
         self._looks = asyncio.Event()
         self._changed = asyncio.Event()
-        self.servicer = HealthServicer(
-            self, names=frozenset(("", *service_names)), stall_timeout_s=stall_timeout_s
-        )
+        """Set at the next change of the status; later changes have an event of their own."""
+        self._names = frozenset(("", *service_names))
+        self._stall_timeout_s = stall_timeout_s
         router.add_listener(self._looks.set)
 
     @property
@@ -63,17 +63,12 @@ class Health:
         allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
         return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
 
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set once things stand otherwise than now; then there is another one for the next change."""
-        return self._changed
-
     def refresh(self) -> None:
-        """Wake the watchers if things stand otherwise than when they were last woken."""
+        """Wake the watchers if the status has changed since they were last woken."""
         serving = self.is_serving
         if serving is not self._shown:
             self._shown = serving
-            # Whoever waits holds the old event; whoever comes next gets one that is not set.
+            # Those who wait have the old event; others get the new one, which is not set.
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
@@ -82,7 +77,7 @@ class Health:
         while True:
             self._looks.clear()
             self.refresh()
-            # Without a change of state too: the heartbeat may have gone stale.
+            # Also without a change of state: the heartbeat may have gone stale.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_INTERVAL_S):
                     await self._looks.wait()
@@ -92,37 +87,28 @@ class Health:
         self._is_stopping = True
         self.refresh()
 
-
-class HealthServicer(health_pb2_grpc.HealthServicer):
-    """The standard service. A write that its reader does not take ends that call and nothing else."""
-
-    def __init__(self, health: Health, *, names: frozenset[str], stall_timeout_s: float) -> None:
-        self._health = health
-        self._names = names
-        self._stall_timeout_s = stall_timeout_s
-
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
-        """Answer with how things stand now."""
+        """Answer with the status now."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return HealthCheckResponse(status=self._status(request.service))
 
     async def List(self, request: Any, context: Context) -> Any:
-        """Answer for all services. The stubs of grpc_health know nothing of it."""
+        """Answer for all services. grpc_health's stubs lack this method."""
         messages: Any = health_pb2
         return messages.HealthListResponse(
             statuses={name: HealthCheckResponse(status=self._status(name)) for name in self._names}
         )
 
     async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
-        """Tell the status now and whenever it is another one, until the caller ends it."""
+        """Send the status now and at each change, until the caller ends the call."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
         told: object = None
         try:
             async with timer.guard():
                 while True:
-                    # Taken before the status is looked at, so that no change comes between them unseen.
-                    changed = self._health.changed
+                    # Taken before the status is read, so that no change in between is missed.
+                    changed = self._changed
                     status = self._status(request.service)
                     if status != told:
                         await timer.write(context, HealthCheckResponse(status=status))
@@ -134,4 +120,4 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def _status(self, name: str) -> Any:
         if name not in self._names:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        return HealthCheckResponse.SERVING if self._health.is_serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING

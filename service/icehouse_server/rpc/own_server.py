@@ -1,8 +1,8 @@
-"""Own server: whether what listens at the configured address is an Icehouse started with these settings.
+"""Own server: whether what listens at the configured address is an Icehouse with these settings.
 
-For commands beside a running server, which has the port and the cache directory that they look at. Blocks
-for some seconds at most, and needs no credentials: over TLS the certificate is what a server is known by,
-in plain text its answer to a health check.
+For commands that run beside the server, which has the port and the cache directory. Takes some seconds at
+most and needs no credentials: over TLS the server is known by its certificate, in plain text by its answer to
+a health check.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OwnServer(enum.Enum):
     ABSENT = enum.auto()
     """Nothing, or somebody else's server."""
     NOT_SERVING = enum.auto()
-    """One of ours whose model is loading, or that is about to end."""
+    """One of ours that is loading its model or about to stop."""
     RUNNING = enum.auto()
 
 
@@ -50,14 +50,14 @@ def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer
 
 
 def _ask_for_health(target: str) -> OwnServer:
-    # No proxy can reach what listens here, and that it could not be reached before means nothing.
+    # No proxy can reach this address, and an earlier failure to connect means nothing.
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(target, options=options) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
-            # Refused by us, where health checks want credentials too.
+            # It is ours: health checks need credentials here too.
             is_own = ERROR_DOMAIN in str(cast(Any, error).trailing_metadata())
             return OwnServer.RUNNING if is_own else OwnServer.ABSENT
     is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -65,9 +65,9 @@ def _ask_for_health(target: str) -> OwnServer:
 
 
 def _shows_certificate(server: ServerConfig, path: Path) -> bool:
-    """Say whether the port shows the certificate in a file, whose key nobody else should have."""
+    """Return whether the port shows the certificate in a file, whose key only our server should have."""
     context = ssl.create_default_context()
-    # Who signed it and for what name is nothing to us.
+    # Issuer and name do not matter here.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

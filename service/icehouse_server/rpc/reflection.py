@@ -34,7 +34,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 class _Pool:
-    """A descriptor pool that finds methods too; protobuf's own knows only what encloses them."""
+    """A descriptor pool that also finds methods; protobuf's own does not."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,36 +23,29 @@ from icehouse.v1 import (
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.rpc.access.credentials import Security
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.address import Bound, bind, server_options
-from icehouse_server.rpc.auth_interceptor import AuthInterceptor, MessageLimits
+from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.calls import Calls
-from icehouse_server.rpc.calls.methods import shares_of
+from icehouse_server.rpc.calls.call_lifecycle import RpcCalls
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.grpc_log import quiet_lost_answers
 from icehouse_server.rpc.health import Health
-from icehouse_server.rpc.message_interceptor import MessageInterceptor
-from icehouse_server.rpc.monitoring.observation import Observation
-from icehouse_server.rpc.monitoring.server_service import ServerService, facts_of
-from icehouse_server.rpc.monitoring.stats_poller import StatsPoller
-from icehouse_server.rpc.monitoring.status import StatusReader
+from icehouse_server.rpc.listen_address import Bound, bind, server_options
 from icehouse_server.rpc.reflection import add_reflection
-from icehouse_server.rpc.services.cache import CacheService
-from icehouse_server.rpc.services.embedding import EmbeddingService
-from icehouse_server.rpc.services.generation import Generation
+from icehouse_server.rpc.services.cache_service import CacheService
+from icehouse_server.rpc.services.embedding_service import EmbeddingService
+from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
-from icehouse_server.rpc.services.inference import InferenceService
-from icehouse_server.rpc.services.model import ModelService
-from icehouse_server.rpc.services.parts import ServiceParts
+from icehouse_server.rpc.services.inference_service import InferenceService
+from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
 from icehouse_server.rpc.services.prompts import PromptReader
-from icehouse_server.rpc.services.rerank import RerankService
+from icehouse_server.rpc.services.rerank_service import RerankService
+from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.parts import WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
@@ -65,16 +59,16 @@ SERVICE_NAMES = (
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 _TURN_S = 0.02
-"""A stop waits in turns of the event loop: while it stands still, none pass."""
+"""A stop counts turns of the event loop, so that a blocked loop does not use up the time."""
 _FLUSH_TURNS = 25
-"""For the last answers and statuses to leave after their calls have ended."""
+"""For the last answers and statuses to be sent after their calls have ended."""
 _QUIET_TURNS = 2
-"""Without a new call until the port is closed: gRPC cancels calls that it has and nobody took up yet."""
+"""Turns without a new call until the port is closed: gRPC cancels calls that nobody has taken up."""
 _HEARD_TURNS = 50
-"""The same where somebody has called since the stop: a balancer asks once a second for health."""
+"""The same if somebody has called since the stop: a balancer checks health once a second."""
 _LONGEST_TURNS = 150
 _CLOSE_S = 0.5
-"""How long gRPC may wait for calls whose answers nobody takes."""
+"""How long gRPC may wait for calls whose answers nobody reads."""
 
 
 def draw_seed() -> int:
@@ -97,21 +91,21 @@ class RpcServer:
         worker: WorkerParts | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
-        self._facts = facts_of(config)
+        self._about = server_proto(config)
         self._config = config.server
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
         self._observation = Observation(
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
-        self.security = Security(config.security, clock=clock)
-        """Certificates and tokens, looked at again every while."""
-        self._prompts = PromptReader.of(config.server)
+        self.security = ServerSecurity(config.security, clock=clock)
+        """Certificates and tokens, refreshed at an interval."""
+        self._prompts = PromptReader(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
-        self._calls = Calls(
-            clock=clock, watchers=self._observation.watchers, session_keys=config.server.session_keys
+        self._calls = RpcCalls(
+            clock=clock, tell=self._observation.call_ended, session_keys=config.server.session_keys
         )
         self.health = Health(
             engine=engine,
@@ -121,28 +115,23 @@ class RpcServer:
             heartbeat_timeout_s=config.server.stuck_timeout_s,
             stall_timeout_s=config.server.stall_timeout_s,
         )
-        """The health service, after the engine's state and heartbeat."""
+        """The health service, by the engine's state and heartbeat."""
         auth_interceptor = AuthInterceptor(
+            config,
             authenticator=self.security.authenticator,
             calls=self._calls,
-            health_is_open=config.security.health_open,
-            shares=shares_of(
-                concurrent_call_limit=config.server.max_concurrent_calls,
-                connection_limit=config.connection.connection_limit,
-            ),
-            limits=MessageLimits.of(config),
             run_long=self._prompts.run,
+            services=worker.services if worker is not None else (),
         )
-        message_interceptor = MessageInterceptor(worker.services if worker is not None else ())
-        # The first is the outermost: what watches sees refusals too, and whoever calls is authenticated
-        # before anything else is looked at.
+        # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
+        # before anything else.
         self._server = grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor, message_interceptor),
+            interceptors=(self._observation.interceptor, auth_interceptor),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._bound = Bound("")
-        self._add_services(engine, router, clock, draw_seed, worker)
+        self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
     async def start(self) -> str:
         """Listen and return the address; raises StartError when it cannot be had."""
@@ -172,7 +161,7 @@ class RpcServer:
 
     @property
     def status(self) -> StatusReader:
-        """What a status page shows."""
+        """What the status page shows."""
         return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
@@ -183,9 +172,9 @@ class RpcServer:
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._calls.wait_idle()
-        # Health watchers, who would stay for ever.
-        self._calls.cut_endless()
+                await self._calls.idle.wait()
+        # Health watchers, which would never end.
+        self._calls.cut(endless_only=True)
         if grace_s:
             await self._refuse_latecomers()
         self._calls.cut()
@@ -198,7 +187,7 @@ class RpcServer:
             self._bound.socket_file.remove()
 
     async def _refuse_latecomers(self) -> None:
-        """Return when no new calls come any more, or so many turns later."""
+        """Return when no new calls come, or after the longest wait."""
         calls, quiet_count, wanted_count = self._calls, 0, _QUIET_TURNS
         for turn in range(_LONGEST_TURNS):
             refused_count = calls.refused_count
@@ -212,7 +201,7 @@ class RpcServer:
                 return
 
     async def _flush(self) -> None:
-        """Return when all calls have ended; one whose reader takes nothing is not waited for longer."""
+        """Return when all calls have ended, or after a short while if readers take nothing."""
         for _ in range(_FLUSH_TURNS):
             if not self._calls.open_count:
                 return
@@ -222,46 +211,27 @@ class RpcServer:
         """Return when the server has stopped."""
         await self._server.wait_for_termination()
 
-    def _add_services(
-        self,
-        engine: EnginePort,
-        router: Router,
-        clock: Clock,
-        draw_seed: Callable[[], int],
-        worker: WorkerParts | None,
-    ) -> None:
-        parts = self._parts(engine, router, clock, draw_seed)
-        server, stats = self._server, self._observation.stats
-        inference, embedding = InferenceService(parts, stats=stats), EmbeddingService(parts)
+    def _add_services(self, parts: ServiceParts, worker: WorkerParts | None) -> None:
+        server, inference, embedding = self._server, InferenceService(parts), EmbeddingService(parts)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(parts, engine=engine, stats=stats), server
-        )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(calls=self._calls, router=router), server
-        )
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(parts), server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(parts), server)
         embedding_service_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedding, server)
         rerank_service_pb2_grpc.add_RerankServiceServicer_to_server(RerankService(parts), server)
-        requests = parts.generation.open_requests
-        server_service_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerService(self._facts, calls=self._calls, router=router, requests=requests, clock=clock),
-            server,
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        server_service_pb2_grpc.add_ServerServiceServicer_to_server(ServerService(parts, self._about), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names: tuple[str, ...] = (*SERVICE_NAMES, health.SERVICE_NAME)
         if worker is not None:
-            # Of an optional extra: only who is a gateway's worker has it.
-            from icehouse_server.rpc.worker.service import SERVICE_NAME, VllmEngineService
+            # Part of an optional extra: only a gateway's worker has it.
+            from icehouse_server.rpc.worker.vllm_engine_service import SERVICE_NAME, VllmEngineService
 
             VllmEngineService(
                 parts,
-                engine=engine,
                 is_serving=lambda: self.health.is_serving,
                 observation=self._observation,
                 inference=inference,
                 embedding=embedding,
                 worker=worker,
-                clock=clock,
             ).add_to(server)
             names = (*names, SERVICE_NAME)
         if self._config.reflection_enabled:
@@ -275,8 +245,11 @@ class RpcServer:
     ) -> ServiceParts:
         return ServiceParts(
             config=self._config,
+            clock=clock,
             calls=self._calls,
+            engine=engine,
             router=router,
+            stats=self._observation.stats,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,
@@ -289,3 +262,30 @@ class RpcServer:
             ),
             draw_seed=draw_seed,
         )
+
+
+CORE_LOGGER_NAME = "grpc._cython.cygrpc"
+_LOST_ANSWER = "ExecuteBatchError"
+"""Names private to grpc: a test compares them with the installed version."""
+
+_logger = logging.getLogger("icehouse_server.rpc.grpc_log")
+
+
+def quiet_lost_answers() -> None:
+    """Log answers that grpc's core could not send as DEBUG lines without a traceback.
+
+    It happens when a caller leaves just as its answer is sent. grpc.aio logs an error with a traceback, with
+    which any caller could fill the log.
+    """
+    # A function is added only once, however often this is called.
+    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_kept)
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    if kind is None or kind.__name__ != _LOST_ANSWER:
+        return True
+    _logger.debug(
+        "a caller left as its answer was sent", extra={"grpc": grpc.__version__, "event": record.getMessage()}
+    )
+    return False

@@ -51,8 +51,8 @@ from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchem
 
 from tests.fixtures.rpc.fake_engine import finished, hanging, overloaded, started, usage_of
 from tests.unit.rpc.conftest import SEED, RunningServer, running
-from tests.unit.rpc.services.test_embedding import EMBEDDING, embedding, vector_of
-from tests.unit.rpc.services.test_rerank import vowels
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING, embedding, vector_of
+from tests.unit.rpc.services.test_rerank_service import vowels
 
 Result = TypeVar("Result")
 

@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from icehouse_server.errors import Reason
-from icehouse_server.rpc.calls.reason_table import TABLE
 
+from docs.reasons import REASONS
 from tests.system.fuzz.frames import LONG_S, send_frame
 from tests.system.fuzz.requests import INVENTED, METHODS, OURS, FuzzRequest
 
@@ -170,7 +170,7 @@ def _documented(code: grpc.StatusCode, details: bytes) -> tuple[str, str | None]
         return "", f"{code.name} without an ErrorInfo: {status.message}"
     if info.reason not in set(Reason):
         return info.reason, f"{info.reason} is no reason of docs/errors.md"
-    if TABLE[Reason(info.reason)].code is not code:
+    if REASONS[Reason(info.reason)].code is not code:
         return info.reason, f"{info.reason} with {code.name}"
     if code in _NEVER:
         return info.reason, f"{code.name}: {status.message}"

@@ -18,7 +18,7 @@ from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller, restore
 from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
-from icehouse_server.rpc.kv_events import channel, mirror
+from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import credit, spiller
 from icehouse_server.storage.local.block_format import file, header, reader
@@ -127,7 +127,7 @@ def begin_every_image_at_its_start(patch: pytest.MonkeyPatch) -> None:
 
 
 def name_no_image_in_events(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mirror, "images_of", lambda extra: ())
+    patch.setattr(block_mirror, "images_of", lambda extra: ())
 
 
 def cut_images_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -335,13 +335,13 @@ def lose_what_a_full_log_cannot_take(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_a_snapshot_one_number_early(patch: pytest.MonkeyPatch) -> None:
-    real = channel.BlockSnapshot.chunk
+    real = event_feed.BlockSnapshot.chunk
 
     def chunk(self, index):
         batch = real(self, index)
         return dataclasses.replace(batch, sequence_number=batch.sequence_number - 1)
 
-    patch.setattr(channel.BlockSnapshot, "chunk", chunk)
+    patch.setattr(event_feed.BlockSnapshot, "chunk", chunk)
 
 
 def go_on_with_the_chunk_of_one_that_was_parked(patch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_the_folder_s_facts_are_told(tmp_path: Path) -> None:
 @needs_protocol
 @pytest.mark.parametrize("is_on", [False, True])
 async def test_whether_operators_see_tokens_is_the_settings(tmp_path: Path, is_on: bool) -> None:
-    from icehouse_server.rpc.worker.kv_events import KvEventStreams
+    from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 
     fleet = FleetConfig(worker_enabled=True, operator_kv_tokens_enabled=is_on)
     events = source_of(BlockLog(), block_token_count=4)

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
 from icehouse_server.config import ConnectionConfig
-from icehouse_server.rpc.calls.methods import Access, Pool
+from icehouse_server.rpc.calls.methods import CallPool, MethodAccess
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
@@ -228,7 +228,7 @@ async def test_a_message_longer_than_its_method_needs_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, row in METHODS_HERE.items() if row.access is Access.OPERATOR]
+    "name", [name for name, row in METHODS_HERE.items() if row.access is MethodAccess.OPERATOR]
 )
 async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
     tmp_path: Path, name: str
@@ -241,7 +241,9 @@ async def test_what_is_for_operators_is_refused_to_tenants_before_it_is_read(
         assert code == grpc.StatusCode.PERMISSION_DENIED.value[0] and name.rpartition("/")[2] in message
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS_HERE.items() if row.pool is not Pool.HEALTH])
+@pytest.mark.parametrize(
+    "name", [name for name, row in METHODS_HERE.items() if row.pool is not CallPool.HEALTH]
+)
 async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path, name: str) -> None:
     async with (
         guarded_server(tmp_path, server=EVERYTHING) as served,

@@ -28,15 +28,15 @@ from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest, ImageSpan, Logprob, TokenLogprobs
 from icehouse_server.errors import Reason
-from icehouse_server.rpc.calls.reason_table import TABLE
 from icehouse_server.rpc.reflection import pool_with_v1
 
+from docs.reasons import REASONS
 from tests.fixtures.image_files import drawn_file, drawn_uri
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import finished, started
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
-from tests.unit.rpc.services.test_embedding import EMBEDDING
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING
 
 _POOL: Any = pool_with_v1()
 METHODS = {
@@ -276,7 +276,7 @@ def check_status(path: str, error: Any) -> None:
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
-    row = TABLE[Reason(info.reason)]
+    row = REASONS[Reason(info.reason)]
     assert row.code is error.code(), (info.reason, error.code())
     assert error.code() is not grpc.StatusCode.INTERNAL, error.details()
     assert status.message and "Traceback" not in status.message and ".py" not in status.message

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse_server.rpc import server
-from icehouse_server.rpc.calls import loop_timeout
+from icehouse_server.rpc.auth_interceptor import loop_timeout
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refusal_of, refused
@@ -170,5 +170,5 @@ async def test_a_message_that_came_while_the_loop_stood_still_is_not_late(
 
 async def test_what_does_not_come_is_late() -> None:
     with pytest.raises(TimeoutError):
-        async with loop_timeout.of(0.01):
+        async with loop_timeout(0.01):
             await asyncio.Event().wait()

@@ -25,7 +25,7 @@ from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import Sight
 from icehouse_server.errors import ModelError, StartError, extra_command
-from icehouse_server.rpc.address import check_free
+from icehouse_server.rpc.listen_address import check_free
 from icehouse_server.rpc.own_server import OwnServer, find_own_server
 
 _MEMORY_WANTED_BYTES = 4 << 30

@@ -1,7 +1,4 @@
-"""Caller: proved by a certificate or a token, never by what the request says.
-
-How a caller reached the server, from gRPC's name for the other end.
-"""
+"""Caller: who calls, as a certificate or a token proves it, and over what kind of connection."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ class Caller:
 
     @property
     def scope(self) -> Tenant | None:
-        """Whose numbers and blocks it may be told of: its tenant's, or everybody's for None."""
+        """Whose numbers and blocks it may see: its tenant's, or everybody's for None."""
         return None if self.role is Role.OPERATOR else self.tenant
 
     def require_operator(self, what: str) -> None:
-        """Raise Forbidden unless this is an operator; `what` is a sentence's beginning."""
+        """Raise Forbidden unless this is an operator; `what` begins the message."""
         if self.role is not Role.OPERATOR:
             raise Forbidden(
                 Reason.OPERATOR_ONLY,
@@ -71,7 +68,8 @@ def peer_kind(peer: str | None) -> PeerKind:
 
 @functools.lru_cache(maxsize=1024)
 def _kind_of_host(host: str) -> PeerKind:
-    """Return what an address says; reading it takes as long as the rest of a refused call's log line."""
+    """Return the kind of an address. Cached: reading it takes as long as the rest of a refused call's log
+    line."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

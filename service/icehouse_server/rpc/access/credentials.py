@@ -1,4 +1,13 @@
-"""Credentials: certificates and tokens, read at start, looked at again at an interval."""
+"""Credentials: certificates and tokens from files, and who a call's credentials belong to.
+
+With a token file, every call needs a token, and the token alone says who calls: a client certificate may
+belong to a proxy then. Without one, the client certificate says it: its first URI name (as SPIFFE writes
+it), else its first DNS name. The common name is never used.
+
+All files are read at start and again at an interval. gRPC asks for the certificate before each handshake, and
+open connections keep theirs, so no call notices a change. A new pair is checked before it is used: files are
+often replaced one by one, and nobody could connect to a certificate without its key.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +15,38 @@ import asyncio
 import contextlib
 import functools
 import logging
+import ssl
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import grpc
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import SecurityConfig
-from icehouse_server.errors import StartError
-from icehouse_server.rpc.access.authentication import Authenticator
-from icehouse_server.rpc.access.certificates import certificates_of
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import Reason, StartError, Unauthenticated
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tokens import TokenFile
+from icehouse_server.small_file import read_small_file
 
 _logger = logging.getLogger("icehouse_server.rpc.access.credentials")
 
 _SLOW_S = 10.0
-"""A look that takes longer is told of."""
+"""A refresh that takes longer is logged."""
 
 
-class Security:
-    """What the server shows of itself and wants to see of others. Owned by the event loop."""
+class ServerSecurity:
+    """The server's own credentials and its check of others'. Owned by the event loop."""
 
     def __init__(self, config: SecurityConfig, *, clock: Clock) -> None:
         self._interval_s = config.reload_s
-        self._certificates = certificates_of(config)
+        self._certificates: Certificates | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self._certificates = Certificates(
+                config.tls_certificate, config.tls_key, client_ca=config.tls_client_ca
+            )
         self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file).expanduser())
         self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
@@ -56,7 +72,7 @@ class Security:
                 )
 
     async def run(self) -> None:
-        """Look at the files at the interval, each kind by itself, until cancelled."""
+        """Refresh all files at the interval, each kind in its own task, until cancelled."""
         async with asyncio.TaskGroup() as looks:
             for name, refresh in self._refreshes().items():
                 looks.create_task(self._keep_looking(name, refresh), name=f"security of {name}")
@@ -67,13 +83,13 @@ class Security:
             await self._refresh_one(name, refresh)
 
     async def refresh(self) -> None:
-        """Look at the files now. What cannot be used is logged once and changes nothing."""
+        """Refresh all files now. A file that cannot be used is logged once and changes nothing."""
         await asyncio.gather(
             *(self._refresh_one(name, refresh) for name, refresh in self._refreshes().items())
         )
 
     def _refreshes(self) -> dict[str, Callable[[], bool]]:
-        """Return what looks at each kind of file. Where one is out of reach, the others are looked at."""
+        """Return the refresh of each kind of file. One that hangs does not stop the others."""
         found: dict[str, Callable[[], bool]] = {}
         if self._tokens is not None:
             found["tokens"] = functools.partial(self._refresh_tokens, self._tokens)
@@ -101,8 +117,8 @@ class Security:
                 )
             return
         except Exception as error:
-            # A fault of ours: the next look, at files that somebody may have mended, must come all the same.
-            # Not the repr: that of an error in decoding holds the whole file.
+            # A bug of ours: the next refresh must still come. Not logged as repr: that of a decoding error
+            # holds the whole file.
             if self._is_new(name, detail := f"{type(error).__name__}: {error}"):
                 _logger.exception("old_secrets_kept", extra={"kind": name, "detail": detail})
             return
@@ -111,15 +127,16 @@ class Security:
             _logger.info("new_secrets_taken", extra={"kind": name})
 
     async def _in_own_thread(self, name: str, refresh: Callable[[], bool]) -> bool:
-        """Return what a look returns, however long it takes: a file may lie in a network that hangs.
+        """Return what a refresh returns, however long it takes: the file may be on a network disk that hangs.
 
-        The thread is this look's alone and keeps nobody from ending, neither the others nor the process.
+        The thread is a daemon and used for this refresh only, so it keeps neither the others nor the process
+        waiting.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bool] = loop.create_future()
 
         def tell(end: Callable[[], object]) -> None:
-            # By now the server may have ended, and the loop with it.
+            # The server may have ended by now, and the loop with it.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: answer.done() or end())
 
@@ -145,6 +162,185 @@ class Security:
         return await answer
 
     def _is_new(self, name: str, detail: str) -> bool:
-        """Whether this was not what was wrong the last time."""
+        """Whether the last error of this kind was another one."""
         was, self._logged[name] = self._logged.get(name), detail
         return was != detail
+
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+_SCHEME = "bearer "
+_NAME_BYTE_LIMIT = 128
+
+
+class Authenticator:
+    """Finds out who calls. Owned by the event loop."""
+
+    def __init__(
+        self,
+        *,
+        tokens: TokenFile | None,
+        by_certificate: bool,
+        operator_names: frozenset[str],
+        clock: Clock,
+    ) -> None:
+        self._tokens = tokens
+        self._by_certificate = by_certificate
+        self._operator_names = operator_names
+        self._clock = clock
+
+    @property
+    def is_on(self) -> bool:
+        """Whether callers must prove who they are."""
+        return self._tokens is not None or self._by_certificate
+
+    def identify(self, metadata: Metadata, auth_context: AuthContext) -> Caller:
+        """Return who calls; raises Unauthenticated."""
+        if self._tokens is not None:
+            return self._by_token(self._tokens, metadata)
+        return self._by_name(auth_context) if self._by_certificate else UNPROVED
+
+    def _by_token(self, tokens: TokenFile, metadata: Metadata) -> Caller:
+        given = [value for key, value in metadata if key == "authorization"]
+        if not given:
+            raise Unauthenticated(
+                Reason.CREDENTIALS_MISSING,
+                "this server wants a token; send the metadata `authorization: Bearer <token>`",
+            )
+        if len(given) > 1 or not isinstance(given[0], str) or given[0][: len(_SCHEME)].lower() != _SCHEME:
+            raise Unauthenticated(
+                Reason.CREDENTIALS_INVALID,
+                "the metadata `authorization` must be there once and read `Bearer <token>`",
+            )
+        caller = tokens.find(given[0][len(_SCHEME) :].strip(), now=self._clock.wall())
+        if caller is None:
+            raise Unauthenticated(
+                Reason.CREDENTIALS_INVALID,
+                "the token is not known here or has expired; ask the server's operator for one",
+            )
+        return caller
+
+    def _by_name(self, auth_context: AuthContext) -> Caller:
+        names = [*auth_context.get("peer_uri", ()), *auth_context.get("peer_dns", ())]
+        if not names:
+            raise Unauthenticated(
+                Reason.CREDENTIALS_INVALID,
+                "the client certificate has no URI or DNS name among its subject alternative names",
+            )
+        name = names[0].decode("utf-8", "replace")
+        if len(names[0]) > _NAME_BYTE_LIMIT:
+            raise Unauthenticated(
+                Reason.CREDENTIALS_INVALID,
+                f"the client certificate's name has {len(names[0])} bytes, the limit is {_NAME_BYTE_LIMIT}",
+            )
+        role = Role.OPERATOR if name in self._operator_names else Role.TENANT
+        return Caller(Tenant(name), role)
+
+
+class Certificates:
+    """Certificate, key and client authorities from files.
+
+    Each refresh may run in a thread of its own, so that one file that hangs does not stop the others.
+    """
+
+    def __init__(self, certificate: str, key: str, *, client_ca: str | None) -> None:
+        self._certificate = Path(certificate).expanduser()
+        self._key = Path(key).expanduser()
+        self._client_ca = None if client_ca is None else Path(client_ca).expanduser()
+        self._pair: tuple[bytes, bytes] | None = None
+        """Key and certificate, in the order that gRPC takes them."""
+        self._authorities: bytes | None = None
+        self._lock = threading.Lock()
+        """For `_configuration`, which is made of both."""
+        self._configuration: grpc.ServerCertificateConfiguration | None = None
+
+    @property
+    def has_authorities(self) -> bool:
+        """Whether clients show certificates too."""
+        return self._client_ca is not None
+
+    @property
+    def key_is_open_to_others(self) -> bool:
+        """Whether other users of this machine may read the private key."""
+        return bool(stat.S_IMODE(self._key.stat().st_mode) & 0o077)
+
+    def refresh_authorities(self) -> bool:
+        """Read the authorities of client certificates; True if they have changed.
+
+        Raises StartError for a file that holds none. The ones known before then stay.
+        """
+        if self._client_ca is None:
+            return False
+        found = self._read(self._client_ca)
+        if found == self._authorities:
+            return False
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_verify_locations(cadata=found.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
+            raise _error(self._client_ca, f"it holds no certificate of an authority ({error})") from error
+        with self._lock:
+            self._authorities = found
+            self._configure()
+        return True
+
+    def refresh_pair(self) -> bool:
+        """Read the certificate and its key again; True if they have changed.
+
+        Raises StartError for files that make no certificate. The one known before then stays.
+        """
+        found = self._read_pair()
+        if found == self._pair:
+            return False
+        self._check_pair()
+        if self._read_pair() != found:
+            # They are being replaced right now; the next refresh finds them complete.
+            return False
+        with self._lock:
+            self._pair = found
+            self._configure()
+        return True
+
+    def _configure(self) -> None:
+        if self._pair is not None:
+            self._configuration = grpc.ssl_server_certificate_configuration([self._pair], self._authorities)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what to listen with. Keep this object for as long as the server listens."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._current(),
+            self._current,
+            require_client_authentication=self._client_ca is not None,
+        )
+
+    def _current(self) -> grpc.ServerCertificateConfiguration:
+        # gRPC asks before each handshake, in a thread of its own: nothing here may wait.
+        assert self._configuration is not None, "the certificate was not read before it was to be used"
+        return self._configuration
+
+    def _read_pair(self) -> tuple[bytes, bytes]:
+        return self._read(self._key), self._read(self._certificate)
+
+    @staticmethod
+    def _read(path: Path) -> bytes:
+        try:
+            return read_small_file(path).content
+        except OSError as error:
+            raise _error(path, error.strerror or "it cannot be read") from error
+
+    def _check_pair(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # An empty password: a key that wants one must fail, not ask at the terminal.
+            context.load_cert_chain(self._certificate, self._key, password="")
+        except (ssl.SSLError, OSError) as error:
+            raise _error(
+                self._certificate, f"with the key {self._key} it makes no certificate ({error})"
+            ) from error
+
+
+def _error(path: Path, what: str) -> StartError:
+    return StartError(
+        Reason.CERTIFICATE_INVALID, f"the file {path} cannot be used: {what}", metadata={"file": path}
+    )

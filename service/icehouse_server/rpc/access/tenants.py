@@ -1,13 +1,12 @@
-"""Tenant accounts: what each runs, what it used, and when it has had its share.
+"""Tenant accounts: what each tenant runs, what it has used, and when it has had its share.
 
-Counted at the edge, where every request begins and ends, so that the inference thread keeps nothing
-but the running share. Bounded: names that callers make up push out the ones that are idle longest.
+Counted at the edge, where every request begins and ends. The number of accounts is bounded: names that
+callers make up push out the accounts that are idle longest.
 
-Tokens per minute for one tenant: a bucket that fills steadily and may be drawn below empty.
-
-A request reserves its prompt and all the output it may ask for, so that many at once cannot overdraw
-together; what it did not use goes back at its end. One that asks for more than a whole bucket is let
-in when the bucket is full: it then owes the rest, and the next ones wait for that.
+Tokens per minute are a bucket that fills steadily. A request reserves its prompt and all the output it may
+ask for, so that many at once cannot overdraw together. What it did not use goes back at its end. A request
+that asks for more than a whole bucket is let in when the bucket is full. It then owes the rest, and later
+requests wait for that.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from icehouse_server.engine.core.refusals import too_many_completions
 from icehouse_server.errors import InvalidRequest, Overloaded, Reason
 
 ACCOUNT_LIMIT = 1024
-"""Accounts kept. Only idle ones are let go, so a busy house may hold more for a while."""
+"""Accounts that are kept. Only idle ones are dropped, so a busy server may hold more for a while."""
 
 WAITING_RETRY_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class Account:
-    """One tenant's numbers since the account was opened, and what it may still use."""
+    """One tenant's numbers since the account was opened, and its token budget."""
 
     use: TenantUse
     budget: TokenBudget | None
@@ -59,24 +58,20 @@ class Stay:
 
     def __init__(self, account: Account, counts: QueueCounts, request: GenerationRequest) -> None:
         self._account = account
-        self._counts = counts
+        self._counted = (account.use, counts)
         self._prompt_token_count = len(request.prompt_token_ids)
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
         self._output_token_count = 0
         self._has_started = False
-        account.use.waiting_count += 1
-        counts.waiting_count += 1
+        self._count(waiting=1)
         account.use.accepted_total += 1
         account.use.prompt_token_total += self._prompt_token_count
 
     def note(self, event: Event) -> None:
-        """Follow the request: it started, it drew tokens, it finished."""
+        """Follow the request's events."""
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
-            self._account.use.waiting_count -= 1
-            self._account.use.running_count += 1
-            self._counts.waiting_count -= 1
-            self._counts.running_count += 1
+            self._count(waiting=-1, running=1)
             self._account.use.cached_token_total += event.cache.cached_token_count
         elif isinstance(event, Delta):
             self._output_token_count += len(event.token_ids)
@@ -84,17 +79,17 @@ class Stay:
             self._output_token_count = event.usage.output_token_count
 
     def end(self) -> None:
-        """Close the request, however it ended: a started one has used its prompt and what it drew."""
-        if self._has_started:
-            self._account.use.running_count -= 1
-            self._counts.running_count -= 1
-        else:
-            self._account.use.waiting_count -= 1
-            self._counts.waiting_count -= 1
+        """Close the request. One that has started is charged its prompt and its output."""
+        self._count(running=-1) if self._has_started else self._count(waiting=-1)
         self._account.use.output_token_total += self._output_token_count
         if self._account.budget is not None:
             used = self._prompt_token_count + self._output_token_count if self._has_started else 0
             self._account.budget.give_back(self.reserved_token_count - used)
+
+    def _count(self, *, waiting: int = 0, running: int = 0) -> None:
+        for counts in self._counted:
+            counts.waiting_count += waiting
+            counts.running_count += running
 
 
 class Tenants:
@@ -107,10 +102,14 @@ class Tenants:
         self._clock = clock
         self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
         self.counts = QueueCounts()
-        """Of all accounts together; an account that is let go has none of them."""
+        """Of all accounts together."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(tuple(self._accounts.values()))
+
+    def uses(self) -> tuple[TenantUse, ...]:
+        """Return what each tenant runs and has used."""
+        return tuple(dataclasses.replace(account.use) for account in self)
 
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return what one tenant runs and has used; nothing where it has no account."""
@@ -119,8 +118,8 @@ class Tenants:
 
     @contextlib.contextmanager
     def staying(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[Stay, ...]]:
-        """Account for requests of one tenant until the block ends; raises Overloaded when it has its share,
-        InvalidRequest when so many never fit into it."""
+        """Count requests of one tenant until the block ends; raises Overloaded when the tenant has had its
+        share, and InvalidRequest for more requests than could ever fit."""
         account = self._account(requests[0].tenant)
         try:
             self._check(account, requests)
@@ -137,9 +136,9 @@ class Tenants:
                 stay.end()
 
     def charge(self, tenant: Tenant, token_count: int) -> None:
-        """Count tokens that no request runs for; raises Overloaded when the tenant has had its share.
+        """Charge tokens for which no request runs; raises Overloaded when the tenant has had its share.
 
-        With 0 only that is looked at, before work whose tokens are known when it is done.
+        0 only checks, before work whose tokens are known when it is done.
         """
         if not self.limits.tokens_per_minute:
             return
@@ -231,18 +230,18 @@ class TokenBudget:
 
     @property
     def level(self) -> int:
-        """Tokens there now; below zero while more was used than has come back."""
+        """Tokens in it now; negative while more was used than has come back."""
         self._fill()
         return int(self._level)
 
     def wait_s(self, token_count: int) -> float:
-        """Return how long until so many tokens may be reserved; 0 when they may be now."""
+        """Return how long to wait until so many tokens may be reserved; 0 for now."""
         self._fill()
         missing = min(token_count, self.limit) - self._level
         return max(0.0, missing * _MINUTE_S / self.limit)
 
     def reserve(self, token_count: int) -> None:
-        """Take tokens out, beyond the bottom if need be."""
+        """Take tokens out; the level may become negative."""
         self._fill()
         self._level -= token_count
 

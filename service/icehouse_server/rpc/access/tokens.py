@@ -1,7 +1,7 @@
 """Bearer tokens: hashed in a file, compared in constant time, read again when the file changes.
 
-SHA-256 and not a slow hash such as scrypt: a token is 32 random bytes, which no dictionary holds and
-nobody can try out, so slowness would protect nothing and cost every call its 50 ms of CPU.
+SHA-256 is enough, and a slow hash such as scrypt would cost every call 50 ms of CPU: a token is 32 random
+bytes, which nobody can guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.small_file import read_small_file
 
 TOKEN_PREFIX = "icehouse_"
-"""Lets scanners of repositories and logs know one when they see it."""
+"""Lets scanners of repositories and logs recognise one."""
 
 TOKEN_COUNT_LIMIT = 1000
 """Each call is compared with every token."""
@@ -33,7 +33,7 @@ _NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Token:
+class AccessToken:
     """One line of the file. `expire_time` is `Clock.wall`."""
 
     digest: bytes
@@ -47,7 +47,7 @@ def new_token() -> str:
 
 
 def digest_of(token: str) -> bytes:
-    """Return what is kept of a token."""
+    """Return the hash that is kept of a token."""
     return hashlib.sha256(token.encode("utf-8")).digest()
 
 
@@ -63,7 +63,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content: bytes | None = None
-        self._tokens: tuple[Token, ...] = ()
+        self._tokens: tuple[AccessToken, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -92,14 +92,14 @@ class TokenFile:
         """Return whose token this is; None for a token that is unknown or has expired at wall time `now`."""
         wanted = digest_of(token)
         found = None
-        # Through to the end whether found or not: how long it takes tells nothing.
+        # Never stops early, so that the time it takes says nothing about the tokens.
         for known in self._tokens:
             if hmac.compare_digest(known.digest, wanted):
                 found = known
         return found.caller if found is not None and now < found.expire_time else None
 
-    def _parse(self, content: bytes) -> tuple[Token, ...]:
-        tokens: dict[bytes, Token] = {}
+    def _parse(self, content: bytes) -> tuple[AccessToken, ...]:
+        tokens: dict[bytes, AccessToken] = {}
         for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -122,7 +122,7 @@ class TokenFile:
         )
 
 
-def _token_of(line: str) -> Token:
+def _token_of(line: str) -> AccessToken:
     parts = dict(part.partition("=")[::2] for part in line.split())
     unknown = parts.keys() - {"sha256", "tenant", "role", "expires"}
     if unknown:
@@ -133,7 +133,9 @@ def _token_of(line: str) -> Token:
     if TENANT_PATTERN.fullmatch(tenant) is None:
         raise ValueError("tenant= must have 1 to 128 of A-Z a-z 0-9 . _ : / @ -")
     role = Role(parts.get("role", Role.TENANT.value))
-    return Token(bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires")))
+    return AccessToken(
+        bytes.fromhex(digest), Caller(Tenant(tenant), role), _expire_time_of(parts.get("expires"))
+    )
 
 
 def _expire_time_of(text: str | None) -> float:
@@ -141,7 +143,7 @@ def _expire_time_of(text: str | None) -> float:
         return _NEVER
     last_day = datetime.date.fromisoformat(text)
     if last_day == datetime.date.max:
-        # 9999-12-31, which is how some say never: there is no day after it.
+        # 9999-12-31, which some use for never: there is no day after it.
         return _NEVER
     end = datetime.datetime.combine(last_day, datetime.time(), tzinfo=datetime.UTC)
     return (end + datetime.timedelta(days=1)).timestamp()

@@ -1,7 +1,7 @@
-"""Background tasks of the event loop: one that fails says so, and ending one never fails.
+"""Background tasks of the event loop: a failure is logged at once, and ending a task never fails.
 
-Nobody waits for such a task before the server stops. Without this its failure would be silent until then,
-and would then take the rest of the stop with it: what RAM holds would not be written.
+Nobody awaits such a task before the server stops. Otherwise its failure would stay unseen until then, and
+would break the stop: what is in RAM would not be saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _logger = logging.getLogger("icehouse_server.rpc.calls.background")
 
 
 def start(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-    """Run `work` until `end`; what it raises is logged at once."""
+    """Run `work` until `end`; an error of it is logged at once."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task

@@ -1,9 +1,8 @@
-"""Method table: for each RPC who may call it, what it may cost, whose share it counts against, how long it
-may take; makes docs/methods.md.
+"""Method table: who may call each RPC, what it costs, whose share it counts against, how long it may take.
 
-The one place where this is decided; the interceptor at the edge goes by it. A method without a row is not
-served, and a test asks the server's own reflection for methods that have none. Those of the worker protocol
-are served where it is switched on.
+This is decided here alone; the interceptor obeys it, and docs/methods.md shows it. A method without a row is
+not served, and a test asks the server's own reflection for such methods. Those of the worker protocol are
+served where it is switched on.
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from icehouse_server.rpc.calls.shares import Share
+from icehouse_server.rpc.access.shares import FairShare
 
 KIB = 1 << 10
 LONG_MESSAGE_BYTES = 256 * KIB
 """A longer request is parsed off the event loop, one caller after the other."""
 
 
-class Access(enum.StrEnum):
-    """Who may call."""
+class MethodAccess(enum.StrEnum):
+    """Who may call a method."""
 
     OPEN = "open"
-    """Anybody where `security.health_open` says so, else as CALLER."""
+    """Anybody if `security.health_open` is set, else as CALLER."""
     CALLER = "caller"
-    """Whoever proves who they are, where that is asked for."""
+    """Whoever has credentials, if these are required."""
     OPERATOR = "operator"
 
 
-class Place(enum.StrEnum):
-    """Where the most costly part of a call is done; what is above it takes no time worth a limit."""
+class WorkPlace(enum.StrEnum):
+    """Where the most costly part of a call is done."""
 
     EVENT_LOOP = "event loop"
     TOKENIZER = "tokenizer threads"
@@ -39,7 +38,7 @@ class Place(enum.StrEnum):
 
 
 class Cost(enum.StrEnum):
-    """What a call is charged as, where tokens per minute are limited."""
+    """What a call is charged, if tokens per minute are limited."""
 
     NOTHING = "nothing"
     PROMPT = "prompt"
@@ -48,7 +47,7 @@ class Cost(enum.StrEnum):
     """Its prompt's tokens and the output it may ask for."""
 
 
-class Pool(enum.StrEnum):
+class CallPool(enum.StrEnum):
     """Calls that share one number of places."""
 
     WORK = "work"
@@ -61,25 +60,25 @@ class Pool(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """One row."""
+    """One row of the table."""
 
-    pool: Pool
-    place: Place
+    pool: CallPool
+    place: WorkPlace
     cost: Cost = Cost.NOTHING
-    access: Access = Access.CALLER
+    access: MethodAccess = MethodAccess.CALLER
     message_byte_limit: int | None = None
     """Longest request; None is `server.max_message_bytes`."""
     message_timeout_s: float | None = None
     """How long the request may take to arrive; None is `connection.message_timeout_s`."""
     own_deadline_s: float | None = None
-    """Where its class's does not fit."""
+    """Where the usual one does not fit."""
     caller_limit: int | None = None
-    """Calls that one caller may have at once; None is as many as the pool lets it. For what costs others as
-    long as it lasts: being told again and again, or many bytes that it may leave unread."""
+    """Calls that one caller may have at once; None is as many as the pool allows. For calls that cost others
+    as long as they last: repeated messages, or many bytes that may stay unread."""
 
     @property
     def deadline_s(self) -> float | None:
-        """How long a call may take that brings no deadline; None is without an end."""
+        """How long a call without a deadline may take; None is for ever."""
         if self.own_deadline_s is not None:
             return self.own_deadline_s
         if self.pool in _ENDLESS:
@@ -87,7 +86,7 @@ class Method:
         return _DEADLINES_S[self.cost]
 
 
-_ENDLESS = frozenset((Pool.WATCHES, Pool.HEALTH))
+_ENDLESS = frozenset((CallPool.WATCHES, CallPool.HEALTH))
 _DEADLINES_S = {
     Cost.NOTHING: 60.0,
     Cost.PROMPT: 600.0,
@@ -97,47 +96,51 @@ _DEADLINES_S = {
 _WHOLE_DISK_S = 24 * 3600.0
 """Reading terabytes, or removing them."""
 
-_GENERATION = Method(Pool.WORK, Place.INFERENCE, Cost.GENERATION)
-_COMMAND = Method(Pool.COMMANDS, Place.INFERENCE, Cost.PROMPT)
+_GENERATION = Method(CallPool.WORK, WorkPlace.INFERENCE, Cost.GENERATION)
+_COMMAND = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, Cost.PROMPT)
 _CHECK = Method(
-    Pool.COMMANDS,
-    Place.STORAGE,
-    access=Access.OPERATOR,
+    CallPool.COMMANDS,
+    WorkPlace.STORAGE,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     own_deadline_s=_WHOLE_DISK_S,
 )
-_LOOKUP = Method(Pool.WORK, Place.EVENT_LOOP, message_byte_limit=64 * KIB)
-_LISTING = Method(Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=4 * KIB)
+_LOOKUP = Method(CallPool.WORK, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB)
+_LISTING = Method(CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=4 * KIB)
 _CHANNELZ = Method(
-    Pool.WATCHES,
-    Place.EVENT_LOOP,
-    access=Access.OPERATOR,
+    CallPool.WATCHES,
+    WorkPlace.EVENT_LOOP,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=KIB,
     message_timeout_s=2.0,
     own_deadline_s=60.0,
 )
 _WORKER_COMMAND = Method(
-    Pool.COMMANDS,
-    Place.INFERENCE,
-    access=Access.OPERATOR,
+    CallPool.COMMANDS,
+    WorkPlace.INFERENCE,
+    access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     message_timeout_s=10.0,
     own_deadline_s=600.0,
 )
 _REFLECTION = Method(
-    Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
+    CallPool.WATCHES, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
 )
 _HEALTH = Method(
-    Pool.HEALTH, Place.EVENT_LOOP, access=Access.OPEN, message_byte_limit=KIB, message_timeout_s=2.0
+    CallPool.HEALTH,
+    WorkPlace.EVENT_LOOP,
+    access=MethodAccess.OPEN,
+    message_byte_limit=KIB,
+    message_timeout_s=2.0,
 )
 
 METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Generate": _GENERATION,
     "icehouse.v1.InferenceService/Stream": _GENERATION,
-    "icehouse.v1.InferenceService/Tokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
-    "icehouse.v1.InferenceService/Detokenize": Method(Pool.WORK, Place.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
     "icehouse.v1.InferenceService/CacheStats": Method(
-        Pool.COMMANDS, Place.INFERENCE, message_byte_limit=4 * KIB
+        CallPool.COMMANDS, WorkPlace.INFERENCE, message_byte_limit=4 * KIB
     ),
     "icehouse.v1.CacheService/Explain": _COMMAND,
     "icehouse.v1.CacheService/Warm": _GENERATION,
@@ -149,7 +152,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Verify": _CHECK,
     "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
     "icehouse.v1.CacheService/WatchStats": Method(
-        Pool.WATCHES, Place.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
+        CallPool.WATCHES, WorkPlace.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
     ),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
@@ -165,21 +168,21 @@ METHODS: Mapping[str, Method] = {
     "vllm.grpc.engine.VllmEngine/StartProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/StopProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/Abort": Method(
-        Pool.COMMANDS, Place.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
+        CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
     ),
     "vllm.grpc.engine.VllmEngine/GetModelInfo": _LOOKUP,
     "vllm.grpc.engine.VllmEngine/GetServerInfo": _LOOKUP,
     # How busy all tenants keep the server.
     "vllm.grpc.engine.VllmEngine/GetLoads": Method(
-        Pool.COMMANDS,
-        Place.EVENT_LOOP,
-        access=Access.OPERATOR,
+        CallPool.COMMANDS,
+        WorkPlace.EVENT_LOOP,
+        access=MethodAccess.OPERATOR,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
     ),
     "vllm.grpc.engine.VllmEngine/GetTokenizer": Method(
-        Pool.WORK,
-        Place.TOKENIZER,
+        CallPool.WORK,
+        WorkPlace.TOKENIZER,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
         own_deadline_s=600.0,
@@ -187,7 +190,11 @@ METHODS: Mapping[str, Method] = {
     ),
     # A gateway has one, and may be several processes.
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
-        Pool.WATCHES, Place.EVENT_LOOP, message_byte_limit=4 * KIB, message_timeout_s=10.0, caller_limit=16
+        CallPool.WATCHES,
+        WorkPlace.EVENT_LOOP,
+        message_byte_limit=4 * KIB,
+        message_timeout_s=10.0,
+        caller_limit=16,
     ),
     "grpc.health.v1.Health/Check": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
     "grpc.health.v1.Health/List": dataclasses.replace(_HEALTH, own_deadline_s=60.0),
@@ -207,22 +214,22 @@ _COMMAND_LIMIT = 256
 _WATCH_LIMIT = 512
 _ANY_NUMBER = 1 << 62
 _HEALTH_CALLS_PER_CONNECTION = 8
-"""A client that watches health does so once per connection."""
+"""A client that watches health does so once for each connection."""
 
 
-def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[Pool, Share]:
+def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[CallPool, FairShare]:
     """Return the places of each pool.
 
     One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
-    checkers prove nothing, and one of them may come over every connection there can be, so each connection
-    has its own places, which no other can take.
+    checkers have no credentials, and one of them may use every connection there can be, so each connection
+    has health places of its own.
     """
     health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
     return {
-        Pool.WORK: Share(limit=concurrent_call_limit, factor=3.0, what="calls"),
-        Pool.COMMANDS: Share(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
-        Pool.WATCHES: Share(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
-        Pool.HEALTH: Share(
+        CallPool.WORK: FairShare(limit=concurrent_call_limit, factor=3.0, what="calls"),
+        CallPool.COMMANDS: FairShare(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
+        CallPool.WATCHES: FairShare(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
+        CallPool.HEALTH: FairShare(
             limit=health_limit,
             factor=health_limit,
             most=_HEALTH_CALLS_PER_CONNECTION,
@@ -231,11 +238,10 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[P
     }
 
 
-def caller_shares() -> Mapping[str, Share]:
-    """Return, by method, the places that each caller has of its own where there are few of them; how many
-    there are for all is the pool's."""
+def caller_shares() -> Mapping[str, FairShare]:
+    """Return, by method, the places that each caller has of its own, for methods that limit them."""
     return {
-        name: Share(
+        name: FairShare(
             limit=_ANY_NUMBER,
             factor=_ANY_NUMBER,
             most=row.caller_limit,
@@ -244,45 +250,3 @@ def caller_shares() -> Mapping[str, Share]:
         for name, row in METHODS.items()
         if row.caller_limit is not None
     }
-
-
-def markdown() -> str:
-    """Return docs/methods.md."""
-    return _PAGE.format(rows="\n".join(_line(name, row) for name, row in METHODS.items()))
-
-
-_PAGE = """# Methods
-
-What the server allows each method. Concurrent calls are limited by kind ("places"), for each tenant, or for
-each connection without credentials. One tenant or connection gets at most three quarters of the places for
-`work` (`server.max_concurrent_calls`), half of those for `commands` and a fifth of those for `watches`; its
-share shrinks under load. Health checks have eight places for each connection. Some methods have a lower limit
-of their own ("at once"). What is "charged" counts against a tenant's tokens per minute, if these are limited.
-A call without a deadline ends with `DEADLINE_EXCEEDED` after the time under "ends after".
-
-| method | who | places | at once | done on | charged | request | arrives within | ends after |
-|---|---|---|---|---|---|---|---|---|
-{rows}
-
-`make gen` writes this page from `service/icehouse_server/rpc/calls/methods.py`.
-"""
-
-
-def _line(name: str, row: Method) -> str:
-    size = "`server.max_message_bytes`"
-    if row.message_byte_limit is not None:
-        size = f"{row.message_byte_limit // KIB} KiB"
-    late = "`connection.message_timeout_s`"
-    if row.message_timeout_s is not None:
-        late = f"{row.message_timeout_s:g} s"
-    end = "never" if row.deadline_s is None else _duration(row.deadline_s)
-    few = "any" if row.caller_limit is None else str(row.caller_limit)
-    cells = (f"`{name}`", row.access, row.pool, few, row.place, row.cost, size, late, end)
-    return f"| {' | '.join(cells)} |"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length_s in (("h", 3600), ("min", 60)):
-        if not seconds % length_s:
-            return f"{seconds / length_s:g} {unit}"
-    return f"{seconds:g} s"

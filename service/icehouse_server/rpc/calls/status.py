@@ -1,4 +1,4 @@
-"""Status: IcehouseError to gRPC status with google.rpc details; the one place where codes are chosen."""
+"""Status: IcehouseError to gRPC status with google.rpc details, by the class of the error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ ERROR_DOMAIN = "icehouse.dev"
 """`domain` of every ErrorInfo."""
 
 _FOR_THE_CALLER = frozenset({Reason.TOKEN_RATE_EXCEEDED, Reason.DEADLINE_UNREACHABLE})
-"""Refusals that a library should not try again on its own: a budget comes back in a minute, and the same
-deadline is missed again. Told of a delay, Java's library waits and tries again whatever the code is."""
+"""Refusals that a client library should not retry on its own: a budget comes back in a minute, and the same
+deadline is missed again. With a delay, Java's library retries whatever the code is."""
 
 MESSAGE_LENGTH_LIMIT = 500
 VALUE_LENGTH_LIMIT = 200
 """Statuses travel as HTTP/2 trailers, of which clients accept 8 KiB by default."""
+
 
 _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
@@ -46,7 +47,7 @@ _CODES: tuple[tuple[type[IcehouseError], grpc.StatusCode], ...] = (
 
 
 def code_of(error: IcehouseError) -> grpc.StatusCode:
-    """Return the canonical code; INTERNAL for what is never the caller's doing."""
+    """Return the canonical code; INTERNAL for what is never the caller's fault."""
     for error_type, code in _CODES:
         if isinstance(error, error_type):
             return code
@@ -56,7 +57,7 @@ def code_of(error: IcehouseError) -> grpc.StatusCode:
 
 
 def status_of(error: IcehouseError) -> grpc.Status:
-    """Return the status with ErrorInfo and whichever other details the error has facts for."""
+    """Return the status with ErrorInfo and the other details that the error has facts for."""
     code = code_of(error)
     message = _clipped(error.message, MESSAGE_LENGTH_LIMIT)
     proto = status_pb2.Status(code=code.value[0], message=message)
@@ -67,9 +68,7 @@ def status_of(error: IcehouseError) -> grpc.Status:
     status = rpc_status.to_status(proto)
     if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
         return status
-    pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000)))
-    metadata = (*status.trailing_metadata, pushback)
-    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+    return with_trailers(status, (("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], 
 
 
 def internal_error() -> IcehouseError:
-    """Return what a caller may know of an exception that nobody foresaw: nothing."""
+    """Return what a caller may know of an unexpected exception: nothing."""
     return errors.EngineFailed(
         Reason.ENGINE_FAILED, "an internal error; the server's log has the details under this request_id"
     )

@@ -1,22 +1,27 @@
-"""Watchers of calls: the seams that metrics, traces and balancers fill. Event loop only; none may block.
+"""Watchers of calls: metrics, traces, load reports, access log, slow requests. Event loop; none may block.
 
-What the edge needs of telemetry, given to it by whoever composes the house.
+Whoever starts the server says which there are (`Telemetry`).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import heapq
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, SpanNames
-from icehouse_server.domain.stats import KvEventStats
-from icehouse_server.rpc.calls.access_log import AccessLog
+from icehouse_server.domain.stats import KvEventStats, SlowRequest
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.calls.wire import WireWatcher
 
 
 class CallWatcher(Protocol):
-    """Is told of every ended call of our own services."""
+    """Hears of every ended call of our own services."""
 
     def call_ended(self, record: CallRecord) -> None: ...
 
@@ -30,33 +35,8 @@ class Tracer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Watchers:
-    """All of them; empty ones cost nothing."""
-
-    calls: tuple[CallWatcher, ...] = ()
-    tracer: Tracer | None = None
-    load_trailer: Callable[[], tuple[str, bytes] | None] | None = None
-    """Trailing metadata for every call: how busy the server is."""
-    access_log: AccessLog | None = None
-
-    def see_out(self, record: CallRecord) -> tuple[tuple[str, str | bytes], ...]:
-        """Tell everyone of an ended call; return the trailing metadata that its caller gets."""
-        trailers: list[tuple[str, str | bytes]] = []
-        names = self.tracer.trace(record) if self.tracer is not None else None
-        if names is not None:
-            trailers.append(("traceresponse", names.traceresponse))
-        if self.load_trailer is not None and (trailer := self.load_trailer()) is not None:
-            trailers.append(trailer)
-        if self.access_log is not None:
-            self.access_log.write(record, trace_id=names.trace_id if names is not None else "")
-        for watcher in self.calls:
-            watcher.call_ended(record)
-        return tuple(trailers)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Which watchers the server has. The default is what a test wants: the access log and nothing else."""
+    """Which watchers the server has. The default fits tests: the access log and nothing else."""
 
     wire: tuple[WireWatcher, ...] = ()
     calls: tuple[CallWatcher, ...] = ()
@@ -67,3 +47,121 @@ class Telemetry:
     """None: nothing wants samples."""
     kv_events: Callable[[], KvEventStats] = KvEventStats
     """Asked for each sample."""
+
+
+_logger = logging.getLogger("icehouse.access")
+
+REFUSAL_LINES_PER_S = 20
+REFUSAL_LINE_BURST_COUNT = 64
+"""Lines of refusals that are written at once."""
+
+
+class AccessLog:
+    """Writes one line for each ended call: who, how it ended, where the time went. Never prompt or output.
+
+    Refusals get only so many lines a second, for each tenant and for all without credentials together:
+    otherwise anybody could fill the disk. The next line says how many were left out; metrics count them all.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._refusals = Pace(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
+        self._left_out: collections.Counter[str] = collections.Counter()
+        """By tenant with credentials, so there are not many."""
+
+    def write(self, record: CallRecord, *, trace_id: str) -> None:
+        """Write one call's line; `trace_id` is empty where nothing traces."""
+        left_out_count = 0
+        if record.reason and record.started is None:
+            tenant = callers.current.get().tenant or ""
+            if not self._refusals.take(tenant, now=self._clock.monotonic()):
+                self._left_out[tenant] += 1
+                return
+            left_out_count = self._left_out.pop(tenant, 0)
+        facts = log_fields_of(record, trace_id=trace_id)
+        if left_out_count:
+            facts["left_out"] = left_out_count
+        _logger.info("call_ended", extra=facts)
+
+
+def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
+    """Return the line's fields in order, without those that the call never got to."""
+    facts: dict[str, object] = {
+        "method": record.method,
+        "code": record.code,
+        "duration_s": round(record.duration_s, 6),
+        "request_id": record.request_id,
+        "peer": record.peer.value,
+    }
+    if record.reason:
+        facts["reason"] = record.reason
+    if record.tenant:
+        facts["tenant"] = record.tenant
+    if record.session_id:
+        facts["session_id"] = record.session_id
+    if record.prompt_token_count:
+        facts["prompt_tokens"] = record.prompt_token_count
+    if record.started is not None:
+        facts["cached_tokens"] = record.started.cache.cached_token_count
+        facts["queue_s"] = round(record.started.queue_s, 6)
+    if (usage := record.usage) is not None:
+        facts["output_tokens"] = usage.output_token_count
+        facts["restore_s"] = round(usage.cache.restore_s, 6)
+        facts["prefill_s"] = round(usage.prefill_s, 6)
+        facts["ttft_s"] = round(usage.ttft_s, 6)
+        facts["decode_s"] = round(usage.decode_s, 6)
+    if trace_id:
+        facts["trace_id"] = trace_id
+    return facts
+
+
+SLOW_KEPT_COUNT = 512
+"""Ended requests that are remembered."""
+
+SLOW_RECENT_S = 600.0
+"""Older ones are not shown."""
+
+SLOW_SHOWN_COUNT = 10
+
+
+class SlowRequests:
+    """The slowest of the last requests that reached the engine, for `icehouse top`. Bounded."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_KEPT_COUNT)
+
+    def call_ended(self, record: CallRecord) -> None:
+        """Remember a call, if it was a request that left the queue."""
+        if record.started is not None:
+            self._ended.append((self._clock.monotonic(), record))
+
+    def slowest(self, *, tenant: str | None) -> tuple[SlowRequest, ...]:
+        """Return the slowest recent ones, the slowest first; of one tenant, or of all for None."""
+        now = self._clock.monotonic()
+        recent = [
+            (time, record)
+            for time, record in self._ended
+            if now - time <= SLOW_RECENT_S and tenant in (None, record.tenant)
+        ]
+        chosen = heapq.nlargest(SLOW_SHOWN_COUNT, recent, key=lambda pair: pair[1].duration_s)
+        return tuple(_slow_request(record, age_s=now - time) for time, record in chosen)
+
+
+def _slow_request(record: CallRecord, *, age_s: float) -> SlowRequest:
+    started, usage = record.started, record.usage
+    assert started is not None, f"{record.request_id} never left the queue"
+    return SlowRequest(
+        request_id=record.request_id,
+        method=record.method,
+        code=record.code,
+        age_s=age_s,
+        total_duration_s=record.duration_s,
+        queue_duration_s=started.queue_s,
+        restore_duration_s=started.cache.restore_s,
+        prefill_duration_s=None if usage is None else usage.prefill_s,
+        decode_duration_s=None if usage is None else usage.decode_s,
+        prompt_token_count=record.prompt_token_count,
+        cached_token_count=started.cache.cached_token_count,
+        output_token_count=0 if usage is None else usage.output_token_count,
+    )

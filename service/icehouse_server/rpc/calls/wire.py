@@ -1,7 +1,7 @@
 """Wire watcher of every call from the outside: method, status, duration, bytes.
 
-The outermost interceptor, so that what others refuse is seen too, as are health and reflection. A name
-that no service has is told as "other", so that nobody can fill the metrics with names of their own.
+It is the outermost interceptor, so that it sees refusals, health checks and reflection as well. A method name
+that no service has is reported as "other", so that nobody can fill the metrics with invented names.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ OTHER_METHOD = "other"
 """What gRPC's own metrics call a method that is not registered (proposal A66)."""
 
 DEADLINE_TOLERANCE_S = 0.05
-"""A call cancelled this shortly before its deadline was cancelled by it."""
+"""A call cancelled this shortly before its deadline counts as ended by it."""
 
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
-_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
-_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
-_received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
+current_method: contextvars.ContextVar[str] = contextvars.ContextVar("method", default="")
+"""Full name of the method that this task serves, empty outside of a call."""
+current_limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
+"""What may end this task's call."""
+received_bytes: contextvars.ContextVar[int] = contextvars.ContextVar("received_bytes", default=0)
+"""Size of this task's request; 0 until it has arrived."""
 _cancel_code: contextvars.ContextVar[grpc.StatusCode | None] = contextvars.ContextVar(
     "cancel_code", default=None
 )
-
-
-def current_method() -> str:
-    """Return the full name of the method that this task serves, empty outside of a call."""
-    return _method.get()
 
 
 class Limit:
@@ -56,36 +54,21 @@ class Limit:
 
     def cut(self) -> None:
         """End the call, as the server stops."""
-        # Where it ends already the timer takes no orders.
+        # A timer that has expired cannot be rescheduled.
         with contextlib.suppress(RuntimeError):
             self.timer.reschedule(asyncio.get_running_loop().time())
             self.is_cut = True
 
 
-def set_limit(limit: Limit) -> None:
-    """Note what may end this task's call."""
-    _limit.set(limit)
-
-
-def set_received_bytes(size_bytes: int) -> None:
-    """Note how long the request of this task's call is."""
-    _received_bytes.set(size_bytes)
-
-
-def received_bytes() -> int:
-    """Return how long the request of this task's call is; 0 as long as it has not come."""
-    return _received_bytes.get()
-
-
 def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
     """Return what ended this task's cancelled call: a deadline, a stop or its caller.
 
-    gRPC cancels both alike, and the caller's own deadline passes a little earlier: its message was on
-    the way. The first answer stands, so that whoever asks later, with less time left, says the same.
+    gRPC cancels all alike, and the caller's own deadline passes a little earlier than ours, as its message
+    took time. The first answer is kept, so that later questions get the same one.
     """
     code = _cancel_code.get()
     if code is None:
-        limit, remaining_s = _limit.get(), context.time_remaining()
+        limit, remaining_s = current_limit.get(), context.time_remaining()
         is_late = remaining_s is not None and remaining_s <= DEADLINE_TOLERANCE_S
         code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
         code = (limit.code if limit is not None else None) or code
@@ -95,7 +78,7 @@ def cancel_code(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """A response as it goes over the wire: what is large is encoded piece by piece as it comes."""
+    """A response that is already encoded: what is large is encoded piece by piece."""
 
     data: bytes
 
@@ -105,7 +88,7 @@ class Encoded:
 
 
 class WireWatcher(Protocol):
-    """Whoever counts calls. Called on the event loop; must not block."""
+    """Counts calls. Called on the event loop; must not block."""
 
     def call_started(self, method: str) -> None:
         """A call of this method began."""
@@ -117,7 +100,7 @@ class WireWatcher(Protocol):
 
 
 class WireInterceptor(grpc.aio.ServerInterceptor):
-    """Tells the watchers of each call's beginning and end."""
+    """Tells the watchers when a call begins and ends."""
 
     def __init__(self, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
         self._watchers = watchers
@@ -181,7 +164,7 @@ class _WatchedCall:
 
     @contextlib.contextmanager
     def _watched(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        _method.set(self._method)
+        current_method.set(self._method)
         code = "UNKNOWN"
         try:
             yield
@@ -212,7 +195,7 @@ class _WatchedCall:
 
 
 def _code_name(context: Any, *, otherwise: str) -> str:
-    # gRPC gives the number or the enum, whichever was set; 0 as long as nothing was.
+    # gRPC gives the number or the enum, whichever was set; 0 if nothing was.
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name

@@ -1,67 +1,61 @@
-"""Answers of one call: what it keeps for them, and what its reader has not taken, count against its caller.
+"""Answers of one call: what it keeps for them and what is not read yet counts against its caller. Event loop.
 
-gRPC holds a message until the connection has taken it. A handler that is ended meanwhile leaves it there
-until the call is over, so it is counted until then. Owned by the event loop.
+gRPC holds a message until the connection has taken it. If a handler is ended meanwhile, the message stays
+until the call is over, so it is counted until then.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, Protocol
 
-from icehouse_server.errors import CannotFit, Reason
-from icehouse_server.rpc.engine_client.disconnect import disconnect_as_cancel
+import grpc
+
+from icehouse_server.errors import CannotFit, Overloaded, Reason
+from icehouse_server.rpc.access.shares import FairShare
 
 FREE_BYTES: Final = 4 << 10
-"""So little counts as nothing: there is no more of it than there are calls."""
+"""Less than this is not counted."""
 _COPIES: Final = 2
 """A message's bytes, and gRPC's copy of them."""
 
 
-class Message(Protocol):
-    """What is written."""
+class AnswerMessage(Protocol):
+    """A message that is written."""
 
     def ByteSize(self) -> int: ...
 
 
 class Writable(Protocol):
-    """What is wanted of a call's context."""
+    """What is needed of a call's context."""
 
+    async def send_initial_metadata(self, initial_metadata: Any) -> None: ...
     async def write(self, message: Any) -> None: ...
 
 
-class AnswerMemory(Protocol):
-    """Bytes that callers have between them."""
-
-    limit: int
-
-    def take(self, origin: str, amount: int) -> None:
-        """Raises Overloaded where the caller may have no more now."""
-        ...
-
-    def give_back(self, origin: str, amount: int) -> None: ...
-
-
 class Answers:
-    """One call's part of the memory for answers, from the call's beginning until `close`."""
+    """One call's part of the memory for answers, until `close`."""
 
-    def __init__(self, memory: AnswerMemory, *, origin: str) -> None:
+    def __init__(self, memory: FairShare, *, origin: str) -> None:
         self._memory = memory
         self._origin = origin
         self._kept_bytes = 0
         self._held_bytes = 0
 
     def keep(self, size_bytes: int) -> None:
-        """Have the call keep so much for answers that are yet to be written; raises as `hold` does."""
+        """Count so much for answers that are not written yet; raises as `hold` does."""
         self._kept_bytes = size_bytes
         self.hold(0)
 
     def hold(self, unread_bytes: int) -> None:
-        """Hold what is kept and what is being written; raises Overloaded where the caller's answers take all
-        that it may have, and CannotFit for more than that would ever be."""
+        """Count what is kept and what is being written; raises Overloaded if the caller's answers take all
+        that it may have, and CannotFit for more than that could ever be."""
         wanted = self._kept_bytes + unread_bytes
         wanted = wanted if wanted > FREE_BYTES else 0
-        # Of nothing held by anybody one caller gets half.
+        # While nobody else holds anything, one caller gets half.
         if 2 * wanted > self._memory.limit:
             raise CannotFit(
                 Reason.MEMORY_NEVER_FITS,
@@ -77,7 +71,7 @@ class Answers:
         self._held_bytes = wanted
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Count nothing any more."""
         self._kept_bytes = 0
         self.hold(0)
 
@@ -87,20 +81,103 @@ current: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answer
 
 
 def keep(size_bytes: int) -> None:
-    """Have this task's call keep so much for answers that are yet to be written; raises as `Answers.keep`."""
+    """Count so much for this task's call, for answers that are not written yet; raises as `Answers.keep`."""
     answers = current.get()
     if answers is not None:
         answers.keep(size_bytes)
 
 
-async def write(context: Writable, message: Message) -> None:
-    """Hand a message to the connection, which may wait for the reader; raises as `Answers.hold`, before
-    anything is written, and CancelledError where the connection ends first."""
+async def write(context: Writable, message: AnswerMessage) -> None:
+    """Send a message, which may wait for the reader; raises as `Answers.hold` before anything is written, and
+    CancelledError if the connection ends first."""
     answers = current.get()
     if answers is not None:
         answers.hold(_COPIES * message.ByteSize())
     with disconnect_as_cancel():
         await context.write(message)
-    # Not where it was broken off: gRPC still has the message then.
+    # Not if it was broken off: gRPC still holds the message then.
     if answers is not None:
         answers.hold(0)
+
+
+_HEADERS_S = 1.0
+"""How long an ending call waits for headers to be sent; only a connection that takes nothing needs it."""
+
+
+class StallTimer:
+    """Ends a stream whose reader takes nothing for too long, or leaves too much unread."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._scope: asyncio.Timeout | None = None
+        self._has_begun = False
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Raise Overloaded READER_STALLED out of the block once the reader has stalled in it."""
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError:
+            raise Overloaded(
+                Reason.READER_STALLED,
+                f"the reader took nothing for {self._timeout_s:g} s or left too much unread; "
+                "read the stream faster or ask for less",
+                metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
+            ) from None
+        finally:
+            self._scope = None
+
+    async def begin(self, context: Writable) -> None:
+        """Send the headers, for a reader who waits for them before there is a message."""
+        if not self._has_begun:
+            self._has_begun = True
+            sending = asyncio.ensure_future(context.send_initial_metadata(()))
+            sending.add_done_callback(_note_failure)
+            try:
+                with disconnect_as_cancel():
+                    await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                # gRPC believes that headers which were broken off were not sent and sends them again. Its
+                # core refuses that, and the caller would never hear of the end.
+                await asyncio.wait((sending,), timeout=_HEADERS_S)
+                raise
+
+    async def write(self, context: Writable, message: AnswerMessage) -> None:
+        """Hand a message to the connection, which may wait for the reader; only within `guard`.
+
+        Raises as `write` does.
+        """
+        # Separate from the message: headers that wait with it would keep the call from being ended with a
+        # status (grpc 1.85).
+        await self.begin(context)
+        self._reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        await write(context, message)
+        self._reschedule(None)
+
+    def _reschedule(self, when: float | None) -> None:
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(when)
+
+    def expire(self) -> None:
+        """End the block now."""
+        self._reschedule(asyncio.get_running_loop().time())
+
+
+def _note_failure(sending: asyncio.Future[None]) -> None:
+    """Keep asyncio from reporting headers that failed after everybody stopped waiting for them: the caller is
+    gone. Whoever still waits gets the error."""
+    if not sending.cancelled():
+        sending.exception()
+
+
+@contextlib.contextmanager
+def disconnect_as_cancel() -> Iterator[None]:
+    """End the call as cancelled if its connection ends before it took what the block sends.
+
+    gRPC reports it as an error of the server (`InternalError`), when it is the caller who went away.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

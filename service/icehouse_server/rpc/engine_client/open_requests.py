@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from icehouse_server.domain.events import Delta, Event, Started
+from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.engine_client.submission import Submission
+from icehouse_server.rpc.engine_client.outbox import Outbox
+from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.router import Router
 
 
 class RequestPhase(enum.IntEnum):
@@ -21,16 +25,30 @@ class RequestPhase(enum.IntEnum):
 
 
 class OpenRequest:
-    """One call's requests, which the engine has taken together."""
+    """One call's requests, which the engine has taken together, each with the outbox for its events.
 
-    def __init__(self, number: int, method: str, submission: Submission) -> None:
-        requests = submission.requests
+    Once the engine has ended a request, its id is free, a little before its call closes or, if the reader
+    stalls, long before. Another tenant's request may have the same id by then, so the router is asked.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        method: str,
+        outboxes: Mapping[RequestId, Outbox],
+        requests: Sequence[GenerationRequest],
+        *,
+        engine: EnginePort,
+        router: Router,
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._outboxes = outboxes
         self.number = number
         """Higher for one that came later."""
         self.method = method
         self.first = requests[0]
         """The one that has the call's name."""
-        self.submission = submission
         self.part_count = len(requests)
         prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
         self._is_one_prompt = len(prompts) == 1
@@ -53,32 +71,65 @@ class OpenRequest:
             self.phase = RequestPhase.DECODING
             self.output_token_count += len(event.token_ids)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is one that the engine has not ended."""
+        return any(self._router.routes(*each) for each in self._outboxes.items())
+
+    def cancel(self) -> None:
+        """End those that the engine has not ended, within a step."""
+        for request_id, outbox in self._outboxes.items():
+            if self._router.routes(request_id, outbox):
+                self._engine.cancel(request_id)
+
 
 class OpenRequests:
-    """All of them, the oldest first."""
+    """All open requests. A caller may see its own, an operator everybody's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, engine: EnginePort, router: Router) -> None:
+        self._engine = engine
+        self._router = router
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
-        """By number: a name is free again when the engine has ended it, a little before its call closes."""
+        """By number, since a name may be used again a little before its first call closes."""
 
     @contextlib.contextmanager
-    def opened(self, method: str, submission: Submission) -> Iterator[OpenRequest]:
-        """Know a call's requests until the block ends."""
+    def opened(
+        self, method: str, requests: Sequence[GenerationRequest], outboxes: Sequence[Outbox]
+    ) -> Iterator[OpenRequest]:
+        """Have the engine work on a call's requests until the block ends; raises what refuses them."""
+        known = {request.request_id: outbox for request, outbox in zip(requests, outboxes, strict=True)}
+        self._submit(known, requests)
         self._number += 1
-        request = self._open[self._number] = OpenRequest(self._number, method, submission)
+        opened = OpenRequest(self._number, method, known, requests, engine=self._engine, router=self._router)
+        self._open[opened.number] = opened
         try:
-            yield request
+            yield opened
         finally:
-            del self._open[request.number]
+            del self._open[opened.number]
+            for request_id, outbox in known.items():
+                if self._router.release(request_id, outbox):
+                    self._engine.cancel(request_id)
+
+    def _submit(self, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]) -> None:
+        opened: list[RequestId] = []
+        try:
+            for request_id, outbox in outboxes.items():
+                self._router.open(request_id, outbox)
+                opened.append(request_id)
+            self._engine.submit(requests[0], tuple(requests[1:]))
+        except BaseException:
+            for request_id in opened:
+                self._router.forget(request_id)
+            raise
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
-        """Return those that a caller may know of, and end; none whose reader takes what an end has left."""
-        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.submission.is_running)
+        """Return those that a caller may see and end, without calls whose reader only takes the rest."""
+        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.is_running)
 
     def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
-        """End a request; raises NotFound for what is not there and, without a difference, for another's, and
-        InvalidRequest where the caller has to say which of several tenants' it is."""
+        """End a request; raises NotFound, in the same words for another tenant's, and InvalidRequest if the
+        caller must say which of several tenants' it is."""
         named = [r for r in self.visible_to(caller) if r.first.name == request_id]
         if tenant is not None:
             named = [r for r in named if r.first.tenant == tenant]
@@ -99,7 +150,7 @@ class OpenRequests:
             )
         request = named[-1]
         request.is_cancelled = True
-        request.submission.cancel()
+        request.cancel()
         return request
 
 

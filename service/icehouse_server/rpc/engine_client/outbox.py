@@ -1,10 +1,8 @@
 """Outbox: events of one request between the engine and its reader. Owned by the event loop.
 
-Bounded twice: above `event_limit` waiting events deltas are merged, so that what waits is
-hardly more than the output's own text; above `byte_limit` the reader counts as stalled, what
-waits is dropped and the request ends with `READER_STALLED`.
-
-The outboxes of requests that one reader waits for. Owned by the event loop.
+Bounded twice. Above `event_limit` waiting events, deltas are merged, so that hardly more than the output's
+text waits. Above `byte_limit` the reader counts as stalled: what waits is dropped, and the request ends with
+`READER_STALLED`.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 16
 """What one waiting log probability is counted as."""
 PIECE_COUNT = 512
-"""Tokens whose log probabilities are told at once where what waits is merged: more would keep the event loop
-for longer than a decode step."""
+"""Tokens whose log probabilities go into one message when deltas are merged: more would keep the event loop
+busy for longer than a decode step."""
 
 
 class Outbox:
@@ -42,7 +40,7 @@ class Outbox:
         self._byte_limit = byte_limit
         self._on_stall = on_stall
         self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
         self.ended = False
@@ -52,19 +50,15 @@ class Outbox:
     def waiting_count(self) -> int:
         return len(self._waiting)
 
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting_bytes
-
     def put(self, event: Event) -> None:
         """Add an event. Whatever comes after the last one is ignored."""
         if self._closed_by_writer:
             return
         self._closed_by_writer = isinstance(event, (Finished, Failed))
         self._append(event)
-        self._waiting_bytes += _size_bytes(event)
-        if self._waiting_bytes > self._byte_limit and not self._closed_by_writer:
-            self._stall(f"{self._waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
+        self.waiting_bytes += _size_bytes(event)
+        if self.waiting_bytes > self._byte_limit and not self._closed_by_writer:
+            self._stall(f"{self.waiting_bytes} bytes of output wait unread, limit {self._byte_limit}")
         self._filled.set()
 
     async def take(self) -> Event:
@@ -75,7 +69,7 @@ class Outbox:
             await self._filled.wait()
         oldest = self._waiting.popleft()
         event = oldest.merged() if isinstance(oldest, _DeltaRun) else oldest
-        self._waiting_bytes -= _size_bytes(event)
+        self.waiting_bytes -= _size_bytes(event)
         self.ended = isinstance(event, (Finished, Failed))
         return event
 
@@ -83,7 +77,7 @@ class Outbox:
         """Drop what waits and end with READER_STALLED. `what` says which limit was passed."""
         self._closed_by_writer = True
         self._waiting.clear()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         error = Overloaded(
             Reason.READER_STALLED,
             f"the reader is too slow: {what}; read the stream faster or ask for less",
@@ -95,23 +89,20 @@ class Outbox:
 
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None
-        if isinstance(event, PrefillProgress):
-            if isinstance(newest, PrefillProgress) and _fit_one_piece(newest, event):
+        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
+            if _fit_one_piece(newest, event):
                 self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
-            else:
-                self._waiting.append(event)
-        elif isinstance(event, Delta) and len(self._waiting) >= self._event_limit:
-            if isinstance(newest, Delta | _DeltaRun) and not _fit_one_piece(newest, event):
-                self._waiting.append(event)
                 return
-            if isinstance(newest, Delta):
-                newest = self._waiting[-1] = _DeltaRun(newest)
-            if isinstance(newest, _DeltaRun):
-                newest.add(event)
-            else:
-                self._waiting.append(event)
-        else:
-            self._waiting.append(event)
+        elif (
+            isinstance(event, Delta)
+            and isinstance(newest, Delta | _DeltaRun)
+            and len(self._waiting) >= self._event_limit
+            and _fit_one_piece(newest, event)
+        ):
+            run = self._waiting[-1] = newest if isinstance(newest, _DeltaRun) else _DeltaRun(newest)
+            run.add(event)
+            return
+        self._waiting.append(event)
 
 
 class _DeltaRun:
@@ -145,10 +136,9 @@ def _size_bytes(event: Event) -> int:
 
 
 class Outboxes:
-    """Hands out the events of several requests, each one's in order, none before its turn comes round.
+    """The events of several requests, in turn; each request's events stay in order.
 
-    The byte limit is for all of them together: it is shared out evenly. `on_stall` is told whose share was
-    passed.
+    The byte limit is shared evenly. `on_stall` is told whose share was exceeded.
     """
 
     def __init__(

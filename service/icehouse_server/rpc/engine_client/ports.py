@@ -87,15 +87,15 @@ class TokenizerPort(Protocol):
     def reply_splitter(
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
     ) -> ReplySplitter | None:
-        """Return what tells the parts of the reply apart; None where there is but text."""
+        """Return what splits the reply into its parts; None if it is plain text."""
         ...
 
     def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
-        """Return how the reply thinks; None where the model marks no reasoning."""
+        """Return how the reply reasons; None if the model does not mark its reasoning."""
         ...
 
     def hides_markers(self, conversation: Conversation) -> bool:
-        """Whether the engine hides what the splitter goes by, unless told to show it."""
+        """Whether the engine hides the markers that the splitter needs, unless told to show them."""
         ...
 
     def spell(self, text: str) -> list[int]:
@@ -118,26 +118,25 @@ class TokenizerPort(Protocol):
 class ImagePort(Protocol):
     """Reads images for the served model. Any thread; an image takes tens of milliseconds."""
 
-    def open(self, sources: Sequence[ImageSource]) -> OpenImages:
+    def open(self, sources: Sequence[ImageSource]) -> OpenImagesPort:
         """Read the headers of a prompt's images; raises InvalidRequest, which names the one at fault."""
         ...
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
-        """Return images that somebody else has prepared, among the prompt's tokens; raises InvalidRequest."""
+        """Return images that the caller has prepared, in a prompt; raises InvalidRequest."""
         ...
 
 
-class OpenImages(Protocol):
+class OpenImagesPort(Protocol):
     """All images of a prompt, decoded and prepared one after the other, in order."""
 
     @property
     def pixel_bytes(self) -> Sequence[int]:
-        """The memory that decoding takes, of each, by its header."""
+        """The memory that decoding each of them takes, by its header."""
         ...
 
     def read_next(self) -> int:
-        """Decode and prepare the next one and return its bytes as the model takes them; raises
-        InvalidRequest."""
+        """Decode and prepare the next one and return its prepared size in bytes; raises InvalidRequest."""
         ...
 
     @property
@@ -146,7 +145,7 @@ class OpenImages(Protocol):
         ...
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Return where they are in a prompt's tokens; raises InvalidRequest where texts have marks."""
+        """Return where they are in a prompt's tokens; raises InvalidRequest if a text has markers."""
         ...
 
 
@@ -154,23 +153,23 @@ class GrammarPort(Protocol):
     """Compiles response formats for the served model. Called in a few threads; may take seconds."""
 
     def stack_bytes(self, form_bytes: int) -> int:
-        """Return the stack that a thread needs for a form so long: compiling descends recursively."""
+        """Return the stack that a thread needs for a format of this length: compiling is recursive."""
         ...
 
     def prepare(self) -> None:
-        """Read the vocabulary, unless it was read before."""
+        """Read the vocabulary, unless it has been read."""
         ...
 
     def kept(self, form: ResponseFormat) -> Grammar | None:
-        """Return the grammar of a form that is remembered, at once."""
+        """Return the cached grammar of a format, at once."""
         ...
 
     def compile(self, form: ResponseFormat) -> Grammar:
-        """Return a form's grammar; raises InvalidRequest with the place of a mistake."""
+        """Return a format's grammar; raises InvalidRequest with the place of a mistake."""
         ...
 
     def close(self) -> None:
-        """End what runs for it outside of this process."""
+        """End its processes."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Router: from the inference thread to the event loop, and what the loop knows of the engine.
 
-`publish`, `state_changed` and `model_loaded` are for the other threads; each costs one
-wake-up of the loop whatever it carries. Everything else belongs to the event loop.
+`publish`, `state_changed` and `model_loaded` are for other threads; each wakes the loop once, whatever it
+carries. Everything else belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Router:
         self._outboxes[request_id] = outbox
 
     def routes(self, request_id: RequestId, outbox: Outbox) -> bool:
-        """Whether the id is still of the request that was opened with this outbox, and its reader there."""
+        """Whether this outbox is the open one of the id."""
         return self._outboxes.get(request_id) is outbox
 
     def forget(self, request_id: RequestId) -> None:
@@ -83,10 +83,10 @@ class Router:
         del self._outboxes[request_id]
 
     def release(self, request_id: RequestId, outbox: Outbox) -> bool:
-        """The reader is gone; say whether the engine has not ended the request yet.
+        """Note that the reader is gone; return whether the engine has not ended the request yet.
 
         Until it has, the id stays in use: otherwise the end of the old request could reach a new one of the
-        same name. Once it has, the id may be another request's already, which is left alone.
+        same name. Once it has, the id may already be another request's.
         """
         if not self.routes(request_id, outbox):
             return False
@@ -110,7 +110,7 @@ class Router:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop ended before the engine did: every call is over, nobody is left to tell.
+            # The loop ended before the engine did: nobody is left to tell.
             if not self._loop.is_closed():
                 raise
 

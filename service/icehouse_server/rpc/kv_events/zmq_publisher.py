@@ -1,11 +1,12 @@
 """ZeroMQ publisher: one tenant's KV events as llm-d reads them, three frames a batch.
 
-Owned by the event loop, and fed as batches are made, so that it can miss none. Publishing never waits: a
-subscriber that stalls loses messages in its own queue, of bounded length, and sees that numbers are missing.
-One that comes late is told everything again, a little at a time; to the others that is nothing new.
+Owned by the event loop, and called for each batch as it is made, so that it misses none. Publishing never
+waits: a slow subscriber loses messages in its bounded queue, and sees that numbers are missing. For each new
+subscriber all blocks are published again, a few at a time, which is harmless for the others.
 
-Topic, number of 8 bytes (big-endian), msgpack of [time, events, rank]; an event is an array that begins with
-its name, as vLLM has them. Of the optional package pyzmq: imported only where an endpoint is configured.
+Frames are topic, number of 8 bytes (big-endian), and msgpack of [time, events, rank]. An event is an array
+that begins with its name, as in vLLM. Needs the optional package pyzmq, so it is imported only for a
+configured endpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.kv_events.channel import BATCH_TOKEN_COUNT
-from icehouse_server.rpc.kv_events.events import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 _QUEUE_LIMIT = 1_000
-"""Messages, of some 100 kB at most, that wait for one subscriber; more are lost to it."""
+"""Messages of at most 100 kB or so that wait for one subscriber; further ones are lost to it."""
 _RETELL_S = 5.0
-"""At least, between two times that everything is told again, whoever comes meanwhile."""
+"""The least time between two times that everything is published again."""
 _HEARD_LIMIT = 64
-"""Messages of subscribers that one turn takes in: they may send without end, and all wait for the loop."""
+"""Messages of subscribers that are read in one turn: they may send without end."""
 _SUBSCRIPTION_BYTE_LIMIT = 4 << 10
-"""Of what a subscriber sends; it names a topic's beginning. Who sends more is disconnected."""
+"""Longest message of a subscriber, which names the beginning of a topic. Who sends more is disconnected."""
 _MEDIA = {KvTier.RAM: "GPU", KvTier.SSD: "CPU"}
-"""llm-d weighs a second tier by this name, and less than the first."""
+"""By this name llm-d gives the second tier less weight."""
 _MASK = (1 << 64) - 1
 
 
@@ -57,20 +58,21 @@ class ZmqPublisher:
         self._socket = self._context.socket(zmq.XPUB)
         self._to_retell: collections.deque[BlockHash] = collections.deque()
         self._late_count = 0
-        """Events of blocks that came while the others were told again; these blocks are told last."""
+        """Events that came while everything was published again; their blocks are published once more at the
+        end."""
         self._is_retelling_due = False
         self._retelling_time = -_RETELL_S
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> str:
-        """Open the endpoint and tell everything to whoever comes; return where."""
+        """Open the endpoint and publish everything to new subscribers; return its address."""
         endpoint = self.open()
         self._task = background.start(self._run(), name="kv-events-zmq")
         return endpoint
 
     def open(self) -> str:
-        """Publish from now on; return where. Raises StartError when the endpoint cannot be had."""
-        # Every subscription is heard of, a topic's second one too: whoever comes is told everything.
+        """Begin to publish; return the address. Raises StartError if the endpoint cannot be opened."""
+        # Report every subscription, also a second one to a topic: everything is published for each.
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _SUBSCRIPTION_BYTE_LIMIT)
@@ -94,15 +96,15 @@ class ZmqPublisher:
         return endpoint
 
     async def stop(self) -> None:
-        """Close the endpoint; what was not sent yet is lost."""
+        """Close the endpoint; what has not been sent is lost."""
         if self._task is not None:
             await background.end(self._task)
         self._context.destroy(linger=0)
 
     def publish(self, batch: KvBatch) -> None:
-        """Send what of a batch is this tenant's.
+        """Send the part of a batch that is this tenant's.
 
-        Whoever is being told everything may not know its blocks' parents yet: they are told once more then.
+        A new subscriber may not know the parents of its blocks yet, so these are published once more later.
         """
         mine = [event for event in batch.events if self._is_mine(event)]
         self._send(mine, time=batch.time)
@@ -110,7 +112,7 @@ class ZmqPublisher:
             self._late_count += sum(isinstance(event, BlockStored) for event in mine)
 
     def turn(self) -> bool:
-        """See who has come, and tell everything again, a batch of it; whether anybody has come."""
+        """Look for new subscribers and publish the next batch of everything; return whether any came."""
         has_come = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_HEARD_LIMIT):
@@ -125,21 +127,22 @@ class ZmqPublisher:
             await asyncio.sleep(self._source.interval_s)
 
     def step(self) -> None:
-        """Take a turn, and begin to tell everything again where that is due and has ended."""
+        """Take a turn, and begin to publish everything again if that is due."""
         self.turn()
-        # One that has begun goes on to its end: whoever keeps coming must not keep the last blocks from all.
+        # One that has begun is finished first: whoever keeps coming must not keep the last blocks from
+        # others.
         is_free = not self._is_retelling and self._clock.monotonic() - self._retelling_time >= _RETELL_S
         if self._is_retelling_due and is_free:
             self._retelling_time = self._clock.monotonic()
             self.begin_retelling()
 
     def begin_retelling(self) -> None:
-        """Tell every block again, beginning with the next turn."""
+        """Publish every block again, beginning with the next turn."""
         self._is_retelling_due = False
         self._to_retell = collections.deque(self._source.mirror.told_names(self._tenant))
 
     def _retell(self) -> None:
-        """Tell of blocks as they are now, whatever they were when the retelling began."""
+        """Publish the next blocks as they are now, not as they were at the beginning."""
         events: list[KvEvent] = []
         token_count = 0
         while self._is_retelling and token_count < BATCH_TOKEN_COUNT:

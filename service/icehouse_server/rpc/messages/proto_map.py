@@ -1,8 +1,8 @@
 """Map from dataclasses of counters to their protobuf messages, by name. Pure functions.
 
-`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp, an enum
-goes by its members' names, what is None stays absent; dataclasses are messages, tuples are
-repeated fields. The few exceptions are listed; a test holds both sides to the same fields.
+`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp. Enums go by
+the names of their members, None is absent, dataclasses are messages, tuples are repeated fields. The few
+exceptions are listed here; a test compares the fields of both sides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -19,12 +20,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from icehouse_server.domain.cache_stats import CacheStats, LookupStats
 
 M = TypeVar("M", bound=Message)
+E = TypeVar("E", bound=enum.Enum)
 
 RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
 """Properties that have a field in the message."""
 NOT_SENT: dict[type[Any], tuple[str, ...]] = {CacheStats: ("tenants",)}
-"""Fields that have none: a tenant's are shown with the rest of its numbers."""
+"""Fields that the message lacks: a tenant's are sent with the rest of its numbers."""
 _SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_s", ""))
 
 
@@ -72,12 +74,32 @@ def fill(message: M, value: Any) -> M:
             target.SetInParent()
             fill(target, item)
         elif isinstance(item, enum.Enum):
-            values = field.enum_type
-            prefix = values.values_by_number[0].name.removesuffix("UNSPECIFIED")
-            setattr(message, proto_name, values.values_by_name[prefix + item.name].number)
+            values: Any = field.enum_type
+            setattr(message, proto_name, values.values_by_name[_prefix(values) + item.name].number)
         elif field.message_type is not None:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
             getattr(message, proto_name).CopyFrom(make(item))
         else:
             setattr(message, proto_name, item)
     return message
+
+
+def enum_proto(member: enum.Enum, kind: Any) -> Any:
+    """Return the value of a message's enum that is named like the member."""
+    return kind.Value(_prefix(kind.DESCRIPTOR) + member.name)
+
+
+def enum_of(value: int, kind: Any, members: type[E], *, unset: E) -> E | None:
+    """Return the member that a message's enum names, `unset` where it is unspecified.
+
+    None is a value that only a newer API has.
+    """
+    found = kind.DESCRIPTOR.values_by_number.get(value)
+    if found is None:
+        return None
+    return members[found.name.removeprefix(_prefix(kind.DESCRIPTOR))] if value else unset
+
+
+def _prefix(values: EnumDescriptor) -> str:
+    """Return what the names of an enum's values begin with."""
+    return values.values_by_number[0].name.removesuffix("UNSPECIFIED")

@@ -1,73 +1,50 @@
-"""Responses: domain data to response messages of generation and models. Pure functions."""
+"""Responses: domain data to response messages: generation, models, the cache and its counters. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from icehouse.v1 import adapter_pb2, logprobs_pb2, model_service_pb2, usage_pb2
+from icehouse.v1 import (
+    adapter_pb2,
+    cache_service_pb2,
+    logprobs_pb2,
+    model_service_pb2,
+    speculation_pb2,
+    tenant_stats_pb2,
+    usage_pb2,
+)
 from icehouse.v1 import inference_service_pb2 as inference
 
-from icehouse_server.domain.chat import PromptChange, PromptChangeKind
+from icehouse_server.domain.blocks import TokenKeys, image_runs
+from icehouse_server.domain.cache_commands import BlockMatch, Explanation, VerifyReport
+from icehouse_server.domain.cache_stats import CacheStats, TenantShare
+from icehouse_server.domain.chat import PromptChange
 from icehouse_server.domain.events import (
     CacheReport,
     Delta,
     Divergence,
     Finished,
-    FinishReason,
     PrefillProgress,
-    ReuseLimit,
-    Started,
     Usage,
 )
-from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit, ReplyFormatInfo
-from icehouse_server.domain.request import TokenLogprobs
-from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
-from icehouse_server.rpc.messages.speculation import LIMITS
+from icehouse_server.domain.model import AdapterInfo, ModelInfo
+from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
+from icehouse_server.rpc.access.tenants import Account, Tenants
+from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, fill, to_proto
 
 Spell = Callable[[int], str]
-"""A token id's own spelling."""
-
-_FINISH_REASONS = {
-    FinishReason.STOP_TOKEN: usage_pb2.FINISH_REASON_STOP_TOKEN,
-    FinishReason.STOP_STRING: usage_pb2.FINISH_REASON_STOP_STRING,
-    FinishReason.LENGTH: usage_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CONTEXT_LENGTH: usage_pb2.FINISH_REASON_CONTEXT_LENGTH,
-    FinishReason.TOOL_CALLS: usage_pb2.FINISH_REASON_TOOL_CALLS,
-}
-
-_PASS_SPLITS = {
-    PassSplit.ATTENTION: model_service_pb2.PASS_SPLIT_ATTENTION,
-    PassSplit.MODULE: model_service_pb2.PASS_SPLIT_MODULE,
-    PassSplit.ALONE: model_service_pb2.PASS_SPLIT_ALONE,
-}
-
-REUSE_LIMITS = {
-    ReuseLimit.NONE: usage_pb2.REUSE_LIMIT_NONE,
-    ReuseLimit.NO_MATCH: usage_pb2.REUSE_LIMIT_NO_MATCH,
-    ReuseLimit.DIVERGED: usage_pb2.REUSE_LIMIT_DIVERGED,
-    ReuseLimit.NO_CHECKPOINT: usage_pb2.REUSE_LIMIT_NO_CHECKPOINT,
-    ReuseLimit.RECOMPUTE_FASTER: usage_pb2.REUSE_LIMIT_RECOMPUTE_FASTER,
-    ReuseLimit.LOAD_FAILED: usage_pb2.REUSE_LIMIT_LOAD_FAILED,
-    ReuseLimit.SWITCHED_OFF: usage_pb2.REUSE_LIMIT_SWITCHED_OFF,
-    ReuseLimit.UNSUPPORTED: usage_pb2.REUSE_LIMIT_UNSUPPORTED,
-    ReuseLimit.PROMPT_LOGPROBS: usage_pb2.REUSE_LIMIT_PROMPT_LOGPROBS,
-}
-
-
-_CHANGE_KINDS = {
-    PromptChangeKind.BILLING_LINE_DROPPED: usage_pb2.PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED,
-    PromptChangeKind.TOOL_KEYS_SORTED: usage_pb2.PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED,
-    PromptChangeKind.TOOLS_SORTED: usage_pb2.PROMPT_CHANGE_KIND_TOOLS_SORTED,
-}
+"""Returns a token id's own spelling."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportNotes:
-    """What goes into a cache report beside what the engine tells."""
+    """What a cache report says beside what the engine reports."""
 
     text: Spell | None = None
-    """A token id's text; None where the caller may not be told of the cached prompts of this tenant."""
+    """Returns a token id's text; None if the caller must not see cached prompts of this tenant."""
     changes: tuple[PromptChange, ...] = ()
 
 
@@ -79,14 +56,16 @@ def cache_report_proto(report: CacheReport, notes: ReportNotes = NO_NOTES) -> us
     return usage_pb2.CacheReport(
         divergence=_divergence_proto(report.divergence, notes.text),
         prompt_changes=[
-            usage_pb2.PromptChange(kind=_CHANGE_KINDS[change.kind], count=change.count)
+            usage_pb2.PromptChange(
+                kind=enum_proto(change.kind, usage_pb2.PromptChangeKind), count=change.count
+            )
             for change in notes.changes
         ],
         cached_tokens=report.cached_token_count,
         ram_tokens=report.ram_token_count,
         ssd_tokens=report.ssd_token_count,
         restore_duration=duration_proto(report.restore_s),
-        limit=REUSE_LIMITS[report.limit],
+        limit=enum_proto(report.limit, usage_pb2.ReuseLimit),
     )
 
 
@@ -118,47 +97,19 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         image_tokens=usage.image_token_count,
         draft_tokens=usage.drafts.proposed_count,
         accepted_draft_tokens=usage.drafts.accepted_count,
-        speculation_limit=LIMITS[usage.drafts.limit],
+        speculation_limit=_speculation_limit(usage.drafts.limit),
         reasoning_tokens=usage.reasoning_token_count,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplyFacts:
-    """What is known of a reply before it begins."""
-
-    request_id: str
-    model_id: str
-    seed: int
-    create_time: float
-    """`Clock.wall` when the request reached the edge."""
-    system_fingerprint: str
-    max_output_token_count: int
-    """The least of what was asked for, what the server allows and what the context leaves."""
-    unenforced: tuple[str, ...] = ()
-    """Keywords of its schemas that the output is not held to."""
-
-
-def started_proto(event: Started, facts: ReplyFacts, notes: ReportNotes = NO_NOTES) -> inference.Started:
-    """Return the first event of a stream."""
-    return inference.Started(
-        request_id=facts.request_id,
-        model=facts.model_id,
-        prompt_tokens=event.prompt_token_count,
-        cache=cache_report_proto(event.cache, notes),
-        queue_duration=duration_proto(event.queue_s),
-        seed=facts.seed,
-        create_time=timestamp_proto(facts.create_time),
-        system_fingerprint=facts.system_fingerprint,
-        max_output_tokens=facts.max_output_token_count,
-        unenforced_keywords=facts.unenforced,
-    )
+def _speculation_limit(limit: SpeculationLimit) -> Any:
+    return None if limit is SpeculationLimit.NONE else enum_proto(limit, speculation_pb2.SpeculationLimit)
 
 
 def finished_proto(event: Finished) -> inference.Finished:
     """Return the last event of a stream."""
     return inference.Finished(
-        finish_reason=_FINISH_REASONS[event.reason],
+        finish_reason=enum_proto(event.reason, usage_pb2.FinishReason),
         stop_string=event.stop_string,
         stop_token_id=event.stop_token_id,
         usage=usage_proto(event.usage),
@@ -181,7 +132,7 @@ def progress_proto(event: PrefillProgress, *, piece: Spell) -> inference.Prefill
 
 
 def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenLogprobs:
-    """Return what the model thought of one token; `piece` spells a token."""
+    """Return one token's log probabilities; `piece` spells a token."""
     top, asked = (
         [
             logprobs_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob, piece=piece(t.token_id))
@@ -220,19 +171,11 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         embedding_dimensions=info.embedding_size,
         reads_images=info.sees_images,
         runs_images_whole=info.runs_images_whole,
-        pass_splits=[_PASS_SPLITS[split] for split in info.pass_splits],
+        pass_splits=[enum_proto(split, model_service_pb2.PassSplit) for split in info.pass_splits],
         adapters=[adapter_proto(adapter) for adapter in info.adapters],
-        reply_format=None if info.reply_format is None else _reply_format_proto(info.reply_format),
-    )
-
-
-def _reply_format_proto(info: ReplyFormatInfo) -> model_service_pb2.ReplyFormat:
-    return model_service_pb2.ReplyFormat(
-        calls=info.calls,
-        reasoning_start=info.reasoning_start,
-        reasoning_end=info.reasoning_end,
-        evidence=info.evidence,
-        unread_markers=info.unread_markers,
+        reply_format=(
+            None if info.reply_format is None else to_proto(info.reply_format, model_service_pb2.ReplyFormat)
+        ),
     )
 
 
@@ -244,4 +187,89 @@ def adapter_proto(adapter: AdapterInfo) -> adapter_pb2.Adapter:
         digest=adapter.digest.hex(),
         parameter_count=adapter.parameter_count,
         weight_bytes=adapter.weight_bytes,
+    )
+
+
+DAMAGED_HASH_LIMIT = 1000
+"""Most names in one VerifyResponse."""
+
+
+def explain_response(
+    explanation: Explanation, *, prompt: TokenKeys, notes: ReportNotes = NO_NOTES
+) -> cache_service_pb2.ExplainResponse:
+    """Return what would be reused."""
+    warm_s, cold_s = explanation.predicted_ttft_s, explanation.predicted_cold_ttft_s
+    return cache_service_pb2.ExplainResponse(
+        prompt_tokens=len(prompt),
+        images=[
+            cache_service_pb2.ImageSpan(
+                digest=run.digest.hex(), start_token=run.start, token_count=run.token_count
+            )
+            for run in image_runs(prompt)
+        ],
+        cache=cache_report_proto(explanation.cache, notes),
+        blocks=[_block_match(block) for block in explanation.blocks],
+        predicted_time_to_first_token=None if warm_s is None else duration_proto(warm_s),
+        predicted_time_to_first_token_cold=None if cold_s is None else duration_proto(cold_s),
+    )
+
+
+def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
+    """Return how far a removal is."""
+    return cache_service_pb2.EvictProgress(
+        processed_block_count=now.processed_block_count,
+        block_count=now.block_count,
+        ram_bytes=now.report.ram_bytes,
+        ssd_bytes=now.report.ssd_bytes,
+    )
+
+
+def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
+    """Return what a check found; the list of names is cut, the count is not."""
+    return cache_service_pb2.VerifyResponse(
+        verified_block_count=report.verified_block_count,
+        verified_bytes=report.verified_bytes,
+        damaged_hashes=[name.hex() for name in report.damaged_hashes[:DAMAGED_HASH_LIMIT]],
+        damaged_block_count=len(report.damaged_hashes),
+        duration=duration_proto(report.duration_s),
+    )
+
+
+def verify_progress(now: Verification) -> cache_service_pb2.VerifyProgress:
+    """Return how far a check is."""
+    return cache_service_pb2.VerifyProgress(
+        verified_block_count=now.report.verified_block_count,
+        verified_bytes=now.report.verified_bytes,
+        damaged_block_count=len(now.report.damaged_hashes),
+        block_count=now.block_count,
+    )
+
+
+def tenant_stats_protos(
+    tenants: Tenants, accounts: Iterable[Account], cache: CacheStats | None
+) -> Iterator[tenant_stats_pb2.TenantStats]:
+    """Yield one message for each account."""
+    shares = {} if cache is None else {share.tenant: share for share in cache.tenants}
+    for account in accounts:
+        tenant = account.use.tenant
+        message = tenant_stats_pb2.TenantStats(
+            waiting_limit=tenants.limits.waiting_limit,
+            running_limit=tenants.running_limit,
+            ram_limit_bytes=tenants.limits.ram_bytes,
+            ssd_limit_bytes=tenants.limits.ssd_bytes,
+            tokens_per_minute=0 if account.budget is None else account.budget.limit,
+            tokens_left=0 if account.budget is None else account.budget.level,
+        )
+        yield fill(fill(message, account.use), shares.get(tenant, TenantShare(tenant)))
+
+
+def _block_match(block: BlockMatch) -> cache_service_pb2.BlockMatch:
+    return cache_service_pb2.BlockMatch(
+        hash=block.hash.hex(),
+        start_token=block.start_token_index,
+        token_count=block.token_count,
+        size_bytes=block.size_bytes,
+        tier=enum_proto(block.tier, cache_service_pb2.CacheTier),
+        has_checkpoint=block.has_checkpoint,
+        pinned=block.pinned,
     )

@@ -1,4 +1,4 @@
-"""Generation: one request from the wire to its last event; read, submitted, told, never left running."""
+"""Generation: one request from the wire to its last event, and what all services share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 from icehouse.v1 import cache_policy_pb2
 
@@ -13,37 +14,39 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import Event, Failed
-from icehouse_server.domain.ids import Tenant
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.request import GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
+from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
-from icehouse_server.rpc.calls.calls import Call
+from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.engine_client.submission import Submission
-from icehouse_server.rpc.messages.request import RunMessage, request_of
-from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.messages.sampling import spellings
-from icehouse_server.rpc.messages.validation import (
+from icehouse_server.rpc.messages.field_checks import (
+    cache_use_of,
     check_adapter,
     check_model,
+    priority_of,
     refuse_value,
+    request_name_of,
     shared_tenant_of,
+    tenant_of,
 )
+from icehouse_server.rpc.messages.options import spellings
+from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
+from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptMessage,
     PromptReader,
     ReadPrompt,
     UncheckedPrompt,
-    Unread,
     prompt_of,
-    unchecked,
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
@@ -63,7 +66,7 @@ class Generation:
         tenants: Tenants,
         clock: Clock,
     ) -> None:
-        self.open_requests = OpenRequests()
+        self.open_requests = OpenRequests(engine=engine, router=router)
         """What runs and waits, for all of the services."""
         self._clock = clock
         self._config = config
@@ -79,13 +82,36 @@ class Generation:
         *,
         policy: cache_policy_pb2.CachePolicy,
         model: ServedModel,
-        call: Call,
+        call: RpcCall,
     ) -> GenerationRequest:
-        """Return the engine's request as far as all messages are alike; raises what refuses it."""
-        grants = self._tenants.limits.shared_prefix_grants
-        return request_of(message, policy=policy, info=model.info, call=call, shared_prefix_grants=grants)
+        """Return a request without a prompt and output; the call learns its names.
 
-    def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: Call) -> Tenant | None:
+        This is what all messages that run the engine have in common. Raises what refuses it; needs no
+        tokenizer.
+        """
+        check_model(message.model, model.info)
+        check_adapter(message.adapter, model.info)
+        call.model_id = model.info.model_id
+        call.request_id = request_name_of(message.request_id, generated=call.request_id)
+        cache_use = cache_use_of(policy)
+        tenant = call.tenant = tenant_of(policy, call.caller)
+        return GenerationRequest(
+            request_id=request_id_of(call.request_id, tenant),
+            prompt_token_ids=(),
+            max_output_tokens=0,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=call.arrival_time,
+            deadline_time=call.deadline_time,
+            cache_use=cache_use,
+            tenant=tenant,
+            adapter=AdapterName(message.adapter),
+            shared_tenant=self.shared_tenant_of(policy, call),
+            priority=priority_of(message.priority),
+            session_id=call.session_id,
+        )
+
+    def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: RpcCall) -> Tenant | None:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
@@ -93,37 +119,63 @@ class Generation:
         """Whether this tenant's conversations are normalised before they are rendered."""
         return self._tenants.limits.normalizes(tenant)
 
-    async def prepare(self, unread: Unread, *, call: Call) -> Prepared:
-        """Return what the engine is asked, with all that takes the tokenizer; raises what refuses it."""
-        model, request = unread.model, unread.request
-        prompt = await self._read(unread.prompt, model, call)
+    async def prepare(
+        self,
+        request: GenerationRequest,
+        unread: UncheckedPrompt,
+        model: ServedModel,
+        call: RpcCall,
+        *,
+        bad_words: Sequence[str] = (),
+        form: ResponseFormat | None = None,
+        max_reasoning_tokens: int | None = None,
+        completion_count: int = 1,
+    ) -> Prepared:
+        """Return what the engine is asked, after all work of the tokenizer; raises what refuses it.
+
+        `request` comes without prompt, banned words and grammar.
+        """
+        prompt = await self._read(unread, model, call)
         sampling = request.sampling
-        if unread.bad_words:
+        if bad_words:
             size = model.info.vocabulary_size
-            spelled = functools.partial(spellings, unread.bad_words, model.tokenizer, vocabulary_size=size)
+            spelled = functools.partial(spellings, bad_words, model.tokenizer, vocabulary_size=size)
             banned = await self._prompts.run(spelled)
             sampling = dataclasses.replace(sampling, banned=(*sampling.banned, *banned))
         if prompt.stop_token_ids:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
-        reasoning = _reasoning_of(unread, prompt)
-        form = await self._grammar(unread.form, prompt.chat)
+        reasoning = _reasoning_of(prompt, model, limit=max_reasoning_tokens)
+        grammar = await self._grammar(form, prompt.chat)
+        if reasoning is not None and (
+            max_reasoning_tokens is not None or (form is not None and reasoning.is_open)
+        ):
+            grammar = ReasoningBudget(
+                reasoning=reasoning,
+                token_limit=max_reasoning_tokens,
+                form=grammar,
+                scope=FormScope.WHOLE if form is None else FormScope.ANSWER,
+                decode=model.tokenizer.decode_with_markers,
+                prompt_token_ids=prompt.token_ids,
+                end_token_ids=model.info.eos_token_ids,
+                vocabulary_size=model.info.vocabulary_size,
+            )
         request = dataclasses.replace(
             request,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
             sampling=sampling,
-            grammar=_budgeted(form, reasoning, unread=unread, prompt=prompt),
+            grammar=grammar,
             reasoning=reasoning,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, call.arrival_wall_time, unread.completion_count, notes)
+        return Prepared(model, request, prompt.chat, call.arrival_wall_time, completion_count, notes)
 
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None
     ) -> Grammar | None:
-        """Return what the output must be: of a form asked for, or what holds calls to their tools."""
+        """Return the grammar of the response format, or of the tools that the output must call."""
         call_form = None if chat is None else chat.rendered.call_form
         if call_form is None:
             return None if form is None else await self._grammars.compile(form)
@@ -136,35 +188,32 @@ class Generation:
         return await self._grammars.compile(call_form, field="tools")
 
     async def read_prompt(
-        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: Call
+        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
-        """Return the token keys of a prompt that the engine does not run, and what is to be noted of it;
-        raises what refuses it.
-
-        `kind` is the prompt's set field.
-        """
+        """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
+        raises what refuses it. `kind` is the prompt's set field."""
         model = self._router.require_model()
         check_model(message.model, model.info)
         check_adapter(message.adapter, model.info)
         call.model_id = model.info.model_id
         normalizes = self.normalizes(tenant)
-        prompt = unchecked(message, lambda: prompt_of(message, kind, model.info, normalizes=normalizes))
+        check = functools.partial(prompt_of, message, kind, model.info, normalizes=normalizes)
         self.charge(0, call=call)
-        read = await self._read(prompt, model, call)
+        read = await self._read(UncheckedPrompt(check, message.ByteSize()), model, call)
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
-    def charge(self, token_count: int, *, call: Call) -> None:
-        """Count tokens of a call that the engine runs nothing for; raises Overloaded as a request would."""
+    def charge(self, token_count: int, *, call: RpcCall) -> None:
+        """Charge tokens of a call that runs no request; raises Overloaded as a request would."""
         self._tenants.charge(call.caller.tenant or Tenant(""), token_count)
 
-    async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: Call) -> ReadPrompt:
+    async def _read(self, prompt: UncheckedPrompt, model: ServedModel, call: RpcCall) -> ReadPrompt:
         began = self._clock.monotonic()
         read = await self._prompts.read(prompt, model)
         call.tokenize_s = self._clock.monotonic() - began
         call.prompt_token_count = len(read.token_ids)
         if read.images:
-            # Until the call ends: a request that is parked reads its images again.
+            # Until the call ends: a parked request reads its images again.
             size_bytes = sum(span.image.size_bytes for span in read.images)
             call.holds.enter_context(self._prompts.image_memory.place(callers.origin.get(), size_bytes))
         return read
@@ -174,18 +223,18 @@ class Generation:
         self,
         requests: Sequence[GenerationRequest],
         *,
-        call: Call,
+        call: RpcCall,
         on_open: Callable[[OpenRequest], None] = lambda _: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """Submit requests for one prompt together and give their events, with which of them it is of;
-        leaving the block early cancels them all at once.
+        """Submit requests for one prompt together and give their events, each with its request's index.
+        Leaving the block early cancels all of them.
 
-        The iterator ends after each one's `Finished` and raises the error of the first `Failed`.
+        The iterator ends after each request's `Finished` and raises the error of the first `Failed`.
         """
 
         def stalled(index: int) -> None:
-            # The others are cancelled on the way out: their ends must not be heard before the reason.
+            # The others are cancelled on the way out: their ends must not be reported before the reason.
             self._engine.cancel(requests[index].request_id)
             on_stall()
 
@@ -195,26 +244,37 @@ class Generation:
             byte_limit=self._config.outbox_byte_limit,
             on_stall=stalled,
         )
-        submission = Submission(requests, outboxes.all, engine=self._engine, router=self._router)
         self._router.require_model()
         with (
             self._tenants.staying(requests) as stays,
-            submission.running(),
-            self.open_requests.opened(call.method, submission) as opened,
+            self.open_requests.opened(call.method, requests, outboxes.all) as opened,
         ):
             on_open(opened)
             yield _events(outboxes, stays, opened, call)
 
 
-def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
-    """Return how the reply thinks, if it does; raises InvalidRequest where it shall stop and cannot."""
-    limit = unread.max_reasoning_tokens
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """What the services share. `draw_seed` gives 0 to 2**64 - 1, for a request that names none."""
+
+    config: ServerConfig
+    clock: Clock
+    calls: RpcCalls
+    engine: EnginePort
+    router: Router
+    stats: StatsReader
+    prompts: PromptReader
+    generation: Generation
+    draw_seed: Callable[[], int]
+
+
+def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:
+    """Return how the reply reasons, if it does; raises InvalidRequest if it must stop and cannot."""
     if prompt.chat is None:
         if limit is not None:
             refuse_value("max_reasoning_tokens", limit, "absent without `chat`")
         return None
     chat = prompt.chat
-    model = unread.model
     reasoning = model.tokenizer.reply_reasoning(chat.conversation, chat.rendered)
     reasoning = None if reasoning is None else reasoning.within(model.info.vocabulary_size)
     if limit is not None and (reasoning is None or not reasoning.end_token_ids):
@@ -227,31 +287,11 @@ def _reasoning_of(unread: Unread, prompt: ReadPrompt) -> ReplyReasoning | None:
     return reasoning
 
 
-def _budgeted(
-    form: Grammar | None, reasoning: ReplyReasoning | None, *, unread: Unread, prompt: ReadPrompt
-) -> Grammar | None:
-    """Return what the output must be, its reasoning included; None for anything."""
-    limit, model = unread.max_reasoning_tokens, unread.model
-    is_answer = unread.form is not None
-    if reasoning is None or (limit is None and not (is_answer and reasoning.is_open)):
-        return form
-    return ReasoningBudget(
-        reasoning=reasoning,
-        token_limit=limit,
-        form=form,
-        scope=FormScope.ANSWER if is_answer else FormScope.WHOLE,
-        decode=model.tokenizer.decode_with_markers,
-        prompt_token_ids=prompt.token_ids,
-        end_token_ids=model.info.eos_token_ids,
-        vocabulary_size=model.info.vocabulary_size,
-    )
+def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: RpcCall) -> ReportNotes:
+    """Return what a prompt's cache report says beside what the engine reports.
 
-
-def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Call) -> ReportNotes:
-    """Return what a prompt's cache report says beside what the engine tells.
-
-    Where a prompt parts from a cached one is for the tenant that both are of: an operator who acts for
-    another one is not told.
+    Where a prompt differs from a cached one is shown only to the tenant of both, not to an operator who acts
+    for another one.
     """
     tokenizer = model.tokenizer
 
@@ -265,7 +305,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Ca
 
 
 async def _events(
-    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: Call
+    outboxes: Outboxes, stays: Sequence[Stay], opened: OpenRequest, call: RpcCall
 ) -> AsyncIterator[tuple[int, Event]]:
     while not outboxes.ended:
         index, event = await outboxes.take()
@@ -279,3 +319,16 @@ async def _events(
 
 def _cancelled() -> Cancelled:
     return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+
+
+class RunMessage(Protocol):
+    """A request message that makes the engine run."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def priority(self) -> int: ...

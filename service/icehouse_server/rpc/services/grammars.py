@@ -1,8 +1,8 @@
-"""Response formats to grammars, off the event loop, callers in turn and within limits.
+"""Grammar compilers: response formats to grammars, off the event loop, callers in turn, within limits.
 
-The compiler descends recursively and cannot be interrupted, so its threads get a stack that fits the
-largest form allowed, and a form that takes too long is given up on by its caller only. One caller has one
-form compiled at a time; there are two threads, so that one caller's forms do not hold up another's.
+The compiler is recursive and cannot be interrupted. So its threads get a stack for the largest format, and a
+caller stops waiting for a format that takes too long. A caller has one format compiled at a time; there are
+two threads, so that callers do not block each other.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import threading
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
 from icehouse_server.rpc.engine_client.ports import GrammarPort
 
 THREAD_COUNT = 2
 WAITING_LIMIT = 256
-"""Forms that may wait for the compiler; most take milliseconds."""
+"""Formats that may wait for the compiler; most take milliseconds."""
 
 _FIELD = "response_format"
 _RETRY_S = 1.0
@@ -32,10 +32,10 @@ class GrammarCompilers:
         self._compiler = compiler
         self._byte_limit = byte_limit
         self._timeout_s = timeout_s
-        self._waiting = Share(limit=WAITING_LIMIT, factor=1.0, what="response formats to be compiled")
-        # The factor lets one caller have one of two.
+        self._waiting = FairShare(limit=WAITING_LIMIT, factor=1.0, what="response formats to be compiled")
+        # With this factor one caller gets one of two.
         self._turns = FairQueue(capacity=THREAD_COUNT, factor=1.0)
-        # One thread each: an executor of two would make the second when it likes, without the stack.
+        # One thread each: an executor of two would start the second one later, without the large stack.
         self._idle = [
             concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"grammar-{index}")
             for index in range(THREAD_COUNT)
@@ -46,7 +46,7 @@ class GrammarCompilers:
         """Have the vocabulary read, so that the first request need not wait for it."""
         if self._compiler is None:
             return
-        # An executor makes its thread at the first task, with the stack that is set then.
+        # An executor starts its thread at the first task, with the stack size that is set then.
         usual = threading.stack_size(self._compiler.stack_bytes(self._byte_limit))
         try:
             for executor in self._all:
@@ -55,8 +55,8 @@ class GrammarCompilers:
             threading.stack_size(usual)
 
     async def compile(self, form: ResponseFormat, *, field: str = _FIELD) -> Grammar:
-        """Return the form's grammar; raises InvalidRequest that names the field, or Overloaded when its turn
-        does not come."""
+        """Return the format's grammar; raises InvalidRequest that names the field, or Overloaded if no thread
+        becomes free in time."""
         if self._compiler is None:
             raise InvalidRequest(Reason.UNSUPPORTED, "this server cannot constrain outputs", field=field)
         size = size_bytes(form)
@@ -84,14 +84,14 @@ class GrammarCompilers:
                         self._idle.append(executor)
                         hold.release()
 
-                    # What has begun goes on, and so does its turn, whether its caller waits or not.
+                    # Work that has begun goes on, and keeps its turn, even if its caller no longer waits.
                     task.add_done_callback(lambda _: on_loop(loop, done))
                     return await asyncio.wrap_future(task)
             except TimeoutError as error:
                 raise (self._too_slow(field) if has_begun else self._busy()) from error
 
     def close(self) -> None:
-        """Take no more work; what runs ends by itself."""
+        """Take no more work; what runs goes on to its end."""
         for executor in self._all:
             executor.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:

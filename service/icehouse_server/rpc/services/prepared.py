@@ -1,18 +1,46 @@
-"""Prepared request: what the engine is asked, and how its output is handed out.
-
-Several prompts of one call as requests that the engine takes in together.
-"""
+"""Prepared request: what the engine is asked, and its events as messages for the caller."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import string
+from collections.abc import Callable, Sequence
 
-from icehouse_server.domain.chat import Conversation, RenderedChat
+from icehouse.v1 import inference_service_pb2 as inference
+from icehouse.v1 import tool_pb2
+
+from icehouse_server.domain.chat import (
+    CallPiece,
+    Conversation,
+    MalformedPiece,
+    Piece,
+    ReasoningPiece,
+    RenderedChat,
+    TextPiece,
+)
+from icehouse_server.domain.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    Started,
+)
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.ports import ServedModel
-from icehouse_server.rpc.messages.reply import Replies, Reply, call_id_maker
-from icehouse_server.rpc.messages.responses import NO_NOTES, ReplyFacts, ReportNotes
+from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
+from icehouse_server.rpc.messages.responses import (
+    NO_NOTES,
+    ReportNotes,
+    Spell,
+    cache_report_proto,
+    delta_proto,
+    finished_proto,
+    progress_proto,
+)
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 
@@ -26,7 +54,8 @@ class RenderedConversation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """Ready to run. `chat` is None where the prompt was plain text or tokens: then nothing is told apart."""
+    """A request that is ready to run. `chat` is None if the prompt was text or tokens: its output is not
+    split into parts."""
 
     model: ServedModel
     request: GenerationRequest
@@ -35,7 +64,7 @@ class Prepared:
     """`Clock.wall` when the request reached the edge."""
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
-    """What its cache reports say beside what the engine tells."""
+    """What its cache reports say beside what the engine reports."""
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
@@ -44,11 +73,11 @@ class Prepared:
 
     @property
     def requests(self) -> tuple[GenerationRequest, ...]:
-        """What the engine is asked: one request a completion, or one for all where they are all alike."""
+        """What the engine is asked: one request for each completion, or a single one if all are alike."""
         return self.completions[:1] if self._is_greedy else self.completions
 
     def told_by(self, index: int) -> Sequence[int]:
-        """Return the completions that the events of `requests[index]` are of."""
+        """Return the completions that get the events of `requests[index]`."""
         return range(self.completion_count) if self._is_greedy else (index,)
 
     @property
@@ -59,21 +88,22 @@ class Prepared:
         """Return what turns the events of one run into messages."""
         return Replies([self._new_reply(request) for request in self.completions])
 
-    def _new_reply(self, request: GenerationRequest) -> Reply:
+    def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
         info = self.model.info
-        facts = ReplyFacts(
+        started = inference.Started(
             request_id=request.name,
-            model_id=info.model_id,
+            model=info.model_id,
             seed=request.sampling.seed,
-            create_time=self.create_time,
+            create_time=timestamp_proto(self.create_time),
             system_fingerprint=info.system_fingerprint(request.adapter),
-            max_output_token_count=min(
+            # The least of what was asked for, what the server allows and what the context leaves.
+            max_output_tokens=min(
                 request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
             ),
-            unenforced=() if request.grammar is None else request.grammar.unenforced,
+            unenforced_keywords=() if request.grammar is None else request.grammar.unenforced,
         )
-        return Reply(
-            facts=facts,
+        return ReplyMessages(
+            started=started,
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
             notes=self.notes,
@@ -92,9 +122,9 @@ class Prepared:
 def requests_together(
     whole: GenerationRequest, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[list[int], list[GenerationRequest]]:
-    """Return a request for each prompt, like `whole` in everything else, and which prompt each one is of.
+    """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
 
-    The engine judges requests that come together by the first, so that is the longest.
+    The engine judges requests that come together by the first one, so that is the longest.
     """
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     requests = [
@@ -104,3 +134,138 @@ def requests_together(
         for rank, index in enumerate(order)
     ]
     return order, requests
+
+
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
+"""Reasons why an output ended too early."""
+
+
+class Replies:
+    """Turns the events of all completions of a request into the messages of one stream."""
+
+    def __init__(self, replies: Sequence[ReplyMessages]) -> None:
+        self._replies = replies
+        self._has_started = False
+
+    def responses(self, index: int, event: Event) -> list[inference.StreamResponse]:
+        """Return what is sent for an event of completion `index`."""
+        if isinstance(event, Started):
+            is_first, self._has_started = not self._has_started, True
+            return self._replies[0].responses(event) if is_first else []
+        if isinstance(event, PrefillProgress) and index > 0:
+            # The prefill of the first one is also that of the others, or nearly.
+            return []
+        responses = self._replies[index].responses(event)
+        for response in responses:
+            if response.HasField("delta"):
+                response.delta.completion_index = index
+            elif response.HasField("finished"):
+                response.finished.completion_index = index
+        return responses
+
+
+class ReplyMessages:
+    """Turns the events of one completion into messages. Without a splitter everything is text."""
+
+    def __init__(
+        self,
+        *,
+        started: inference.Started,
+        splitter: ReplySplitter | None,
+        piece: Spell,
+        notes: ReportNotes = NO_NOTES,
+    ) -> None:
+        self._notes = notes
+        self._piece = piece
+        self._started = started
+        """What is known of the reply before it begins."""
+        self._splitter = splitter
+
+    def responses(self, event: Event) -> list[inference.StreamResponse]:
+        """Return what is sent for an event of the engine."""
+        match event:
+            case Started():
+                started = inference.Started(
+                    prompt_tokens=event.prompt_token_count,
+                    cache=cache_report_proto(event.cache, self._notes),
+                    queue_duration=duration_proto(event.queue_s),
+                )
+                started.MergeFrom(self._started)
+                return [inference.StreamResponse(started=started)]
+            case PrefillProgress():
+                return [inference.StreamResponse(prefill_progress=progress_proto(event, piece=self._piece))]
+            case Delta():
+                return [inference.StreamResponse(delta=delta) for delta in self._deltas(event)]
+            case Finished():
+                return self._end(event)
+            case Failed():
+                raise AssertionError("a failure is raised, not handed out")
+
+    def _deltas(self, event: Delta) -> list[inference.Delta]:
+        """Return at least one message: tokens are sent even if their text has to wait."""
+        whole = delta_proto(event, piece=self._piece)
+        if self._splitter is None:
+            return [whole]
+        pieces = self._splitter.push(event.text)
+        whole.text = ""
+        if not pieces:
+            return [whole]
+        whole.MergeFrom(_piece_proto(pieces[0]))
+        return [whole, *(_piece_proto(piece) for piece in pieces[1:])]
+
+    def _end(self, event: Finished) -> list[inference.StreamResponse]:
+        rest: Sequence[Piece] = ()
+        if self._splitter is not None:
+            rest = self._splitter.finish(is_cut=event.reason in _CUT)
+            if event.reason is FinishReason.STOP_TOKEN and self._splitter.has_calls:
+                event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
+        held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
+        return [*held, inference.StreamResponse(finished=finished_proto(event))]
+
+
+def _piece_proto(piece: Piece) -> inference.Delta:
+    match piece:
+        case TextPiece():
+            return inference.Delta(text=piece.text)
+        case ReasoningPiece():
+            return inference.Delta(reasoning=piece.text)
+        case MalformedPiece():
+            malformed = tool_pb2.MalformedToolCall(text=piece.text, problem=piece.problem)
+            return inference.Delta(text=piece.text, malformed_tool_call=malformed)
+        case CallPiece():
+            call = tool_pb2.ToolCallDelta(
+                index=piece.index,
+                id=piece.id,
+                name=piece.name,
+                arguments_json=piece.arguments_json,
+                withdrawn=piece.is_withdrawn,
+                repaired=piece.is_repaired,
+            )
+            return inference.Delta(tool_call=call)
+
+
+CALL_ID_LENGTH = 9
+"""Mistral's templates take only ids of nine letters and digits."""
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], str]:
+    """Return a function from a call's index to its id.
+
+    The same request gives the same ids, by Generate and by Stream. A later turn of the conversation has a
+    longer prompt, so its ids differ even under the same request id.
+    """
+    digest = hashlib.sha256(
+        request_id.encode("utf-8") + b"\0" + array.array("q", token_ids).tobytes()
+    ).digest()
+
+    def make(index: int) -> str:
+        number = int.from_bytes(hashlib.sha256(digest + index.to_bytes(8, "big")).digest(), "big")
+        letters = []
+        for _ in range(CALL_ID_LENGTH):
+            number, place = divmod(number, len(_ALPHABET))
+            letters.append(_ALPHABET[place])
+        return "".join(letters)
+
+    return make

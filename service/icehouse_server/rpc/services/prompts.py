@@ -1,7 +1,7 @@
 """Prompts to token ids, off the event loop.
 
-The pure half says what a prompt is and refuses what can be refused unseen; `PromptReader` runs the
-tokenizer in a small executor, because a long prompt takes longer than a decode step.
+The pure functions say what a prompt is and refuse what needs no tokenizer. `PromptReader` runs the tokenizer
+in a few threads, because a long prompt takes longer than a decode step.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import Conversation, PromptChange
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, ImageSpan, SentImages, keys_of
-from icehouse_server.domain.response_format import ResponseFormat
+from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.calls.shares import FairQueue, Share, on_loop
-from icehouse_server.rpc.engine_client.ports import OpenImages, ServedModel
-from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
-from icehouse_server.rpc.messages.chat import check_no_tools, conversation_of
-from icehouse_server.rpc.messages.validation import check_token_ids, shown
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
+from icehouse_server.rpc.engine_client.ports import OpenImagesPort, ServedModel
+from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
+from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
+from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
 
 Result = TypeVar("Result")
 
 _SHORT_BYTES, _LONG_BYTES = 16 << 10, 256 << 10
-"""A message is checked at once, or in a thread; tokenizing takes some tenths of a second."""
+"""A shorter message is checked on the event loop. A longer one than the second waits for long work's turn."""
 _TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
-"""Text that is tokenized whatever the model; that Tokenize takes for each token of its context."""
+"""Text up to this size is tokenized whatever the model; Tokenize takes so many bytes for each token of the
+context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Text:
 
     @property
     def size_bytes(self) -> int:
-        """At least so many bytes: one for each character."""
+        """At least the number of bytes: one for each character."""
         return len(self.text)
 
 
@@ -63,7 +63,7 @@ class Chat:
 
     @property
     def size_bytes(self) -> int:
-        """At least so many bytes: one for each character that somebody said."""
+        """At least the number of bytes: one for each character of the messages."""
         return sum(len(message.content) for message in self.conversation.messages)
 
 
@@ -74,12 +74,12 @@ class Tokens:
     token_ids: tuple[int, ...]
     field: str = "tokens"
     images: SentImages | None = None
-    """Those that some of the tokens stand for, prepared by who sends them."""
+    """Images that some of the tokens stand for, prepared by the caller."""
     normalizes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Infill:
+class InfillText:
     """A gap between two texts."""
 
     prefix: str
@@ -88,20 +88,21 @@ class Infill:
 
     @property
     def size_bytes(self) -> int:
-        """At least so many bytes: one for each character."""
+        """At least the number of bytes: one for each character."""
         return len(self.prefix) + len(self.suffix)
 
 
-TextPrompt = Text | Chat | Infill
+TextPrompt = Text | Chat | InfillText
 """What is tokenized here."""
 Prompt = TextPrompt | Tokens
-ImageWork = Callable[[TextPrompt, OpenImages | None], Result]
-"""What is done with a prompt and its images, in any thread; None for one without."""
+ImageWork = Callable[[TextPrompt, OpenImagesPort | None], Result]
+"""Work on a prompt and its images, in any thread; None if it has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UncheckedPrompt:
-    """A prompt as it came. Checking takes time in proportion to it, so a long one is checked in a thread."""
+    """A prompt as it came. Checking takes time in proportion to its size, so a long one is checked in a
+    thread."""
 
     check: Callable[[], Prompt]
     """Raises InvalidRequest. Any thread."""
@@ -126,27 +127,10 @@ class ReadPrompt:
         return keys_of(self.token_ids, self.images)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unread:
-    """A call's request, checked as far as that needs no tokenizer; the rest of it is in `request`."""
-
-    model: ServedModel
-    request: GenerationRequest
-    """Without its prompt, banned words and grammar."""
-    prompt: UncheckedPrompt
-    bad_words: tuple[str, ...] = ()
-    form: ResponseFormat | None = None
-    max_reasoning_tokens: int | None = None
-    completion_count: int = 1
-
-
-class _Message(Protocol):
-    def ByteSize(self) -> int: ...
-
-
-class TextMessage(_Message, Protocol):
+class TextMessage(Protocol):
     """A request message with a prompt in plain text or as a conversation."""
 
+    def ByteSize(self) -> int: ...
     @property
     def text(self) -> str: ...
     @property
@@ -187,11 +171,11 @@ def text_prompt_of(
     raise _missing("`text` or `chat`")
 
 
-def infill_of(message: prompt_pb2.InfillPrompt) -> Infill:
-    """Return a gap, not of nothing; raises InvalidRequest."""
+def infill_of(message: prompt_pb2.InfillPrompt) -> InfillText:
+    """Return a gap; raises InvalidRequest if both texts around it are empty."""
     if not (message.prefix or message.suffix):
         raise _empty("infill")
-    return Infill(message.prefix, message.suffix)
+    return InfillText(message.prefix, message.suffix)
 
 
 def prompt_of(
@@ -202,9 +186,9 @@ def prompt_of(
     *,
     normalizes: bool = False,
 ) -> Prompt:
-    """Return the prompt that `kind` names, not empty; raises InvalidRequest.
+    """Return the prompt that `kind` names; raises InvalidRequest, also for an empty one.
 
-    It is normalised first where `normalizes` says so.
+    It is normalised first if `normalizes` is set.
     """
     if kind is None:
         raise _missing("`text`, `chat` or `tokens`")
@@ -217,15 +201,10 @@ def prompt_of(
     return prompt
 
 
-def unchecked(message: _Message, check: Callable[[], Prompt]) -> UncheckedPrompt:
-    """Return the prompt of a message that `check` makes of it."""
-    return UncheckedPrompt(check, message.ByteSize())
-
-
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
-    """Return a prompt of tokens with the images that `read` gives in any thread, or raises InvalidRequest.
+    """Return a prompt of tokens with the images that `read` returns, in any thread, or raises InvalidRequest.
 
-    It is long work, however few its tokens are.
+    It counts as long work, however few its tokens are.
     """
 
     def check() -> Prompt:
@@ -237,7 +216,7 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
 
 
 class InputMessage(Protocol):
-    """A message with a text or tokens and nothing around them."""
+    """A message with only a text or tokens."""
 
     @property
     def text(self) -> str: ...
@@ -258,7 +237,7 @@ def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text |
 
 @contextlib.contextmanager
 def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
-    """Have a refusal name the item of a list at fault, such as `inputs[3]`, and the field within it."""
+    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
     try:
         yield
     except InvalidRequest as error:
@@ -271,33 +250,26 @@ def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
 
 
 class PromptReader:
-    """Runs a tokenizer in `thread_count` threads, callers in turn. Event loop; `close` ends it.
+    """Runs a tokenizer in a few threads, callers in turn. Owned by the event loop; `close` ends it.
 
     Long work leaves one thread to short work, if there are two.
     """
 
-    def __init__(self, *, thread_count: int, images: ImageFetcher, image_memory_bytes: int) -> None:
-        self._images = images
-        self.image_memory = Share(limit=image_memory_bytes, factor=1.0, what="bytes of images")
-        """What pixels take while they are decoded, and then the prepared images until their call ends. As
-        with the memory of messages, one caller gets at most half."""
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for invalid image folders or hosts."""
+        thread_count = config.tokenizer_thread_count
+        self._images = ImageFetcher(config)
+        self.image_memory = FairShare(limit=config.image_memory_bytes, factor=1.0, what="bytes of images")
+        """For pixels while they are decoded, and then for prepared images until their call ends. One caller
+        gets at most half."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
         self._turns = FairQueue(capacity=thread_count)
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
 
-    @classmethod
-    def of(cls, config: ServerConfig) -> PromptReader:
-        """Return one by the settings; raises ConfigError for image folders or hosts that are none."""
-        return cls(
-            thread_count=config.tokenizer_thread_count,
-            images=ImageFetcher(config),
-            image_memory_bytes=config.image_memory_bytes,
-        )
-
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
-        """Return the prompt's tokens; raises InvalidRequest if none, or if it fills the context."""
+        """Return the prompt's tokens; raises InvalidRequest for none, and if they fill the context."""
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
             found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)
@@ -310,7 +282,7 @@ class PromptReader:
             return found
         assert isinstance(found, Chat), "only images are put off"
 
-        def work(prompt: TextPrompt, images: OpenImages | None) -> ReadPrompt:
+        def work(prompt: TextPrompt, images: OpenImagesPort | None) -> ReadPrompt:
             return _read(prompt, model, images)
 
         return await self.run_with_images(found, model, work, size_bytes=size_bytes)
@@ -318,8 +290,8 @@ class PromptReader:
     async def run_with_images(
         self, prompt: TextPrompt, model: ServedModel, work: ImageWork[Result], *, size_bytes: int
     ) -> Result:
-        """Return what `work` makes of a prompt and the images that it names; raises what refuses one, and
-        Overloaded where there is no memory for it."""
+        """Return what `work` makes of a prompt and its images; raises what refuses an image, and Overloaded
+        if there is no memory for it."""
         if not isinstance(prompt, Chat):
             return await self.run(lambda: work(prompt, None), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
@@ -330,16 +302,16 @@ class PromptReader:
                     images = model.images
                     assert images is not None, "a model that reads text alone refuses images before"
                     opened = await self.run(lambda: images.open(sources), size_bytes=size_bytes)
-                    # Each one a turn of its own, so that others have theirs between them.
+                    # Each image takes a turn of its own, so that others get theirs in between.
                     for pixel_bytes in opened.pixel_bytes:
                         read = self.run(opened.read_next, size_bytes=size_bytes, pixel_bytes=pixel_bytes)
                         held.enter_context(self.image_memory.place(callers.origin.get(), await read))
                 return await self.run(lambda: work(prompt, opened), size_bytes=size_bytes)
 
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
-        """Return what `work` returns, off the event loop: for whatever else needs the tokenizer.
+        """Return what `work` returns, run in a tokenizer thread.
 
-        What it decodes takes `pixel_bytes` meanwhile; raises Overloaded where the caller may have no more.
+        Decoding takes `pixel_bytes` meanwhile; raises Overloaded if the caller may have no more.
         """
         origin = callers.origin.get()
         held = contextlib.ExitStack()
@@ -353,13 +325,13 @@ class PromptReader:
         except BaseException:
             held.close()
             raise
-        # A caller that leaves does not end work that has begun: its turn lasts as long as that.
+        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
         loop = asyncio.get_running_loop()
         task.add_done_callback(lambda _: on_loop(loop, held.close))
         return await asyncio.wrap_future(task)
 
     def close(self) -> None:
-        """Let running work end and take no more."""
+        """Take no more work; what runs goes on to its end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -376,16 +348,16 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> list[tuple[int, str]]:
-    """Return each token's id and spelling, longer than the context as it may be. Any thread."""
+def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> list[tuple[int, str]]:
+    """Return each token's id and spelling, also for more tokens than the context holds. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model, images).token_ids]
 
 
 def work_bytes(prompt: Prompt, size_bytes: int) -> int:
-    """Return what a prompt of a message so long counts as: one with images is long work, however few bytes it
-    has, since a small file may have millions of pixels."""
+    """Return the size that a prompt's work counts as. One with images is long work, however few bytes it has:
+    a small file may have millions of pixels."""
     return max(size_bytes, _LONG_BYTES + 1) if _has_images(prompt) else size_bytes
 
 
@@ -394,12 +366,12 @@ def _has_images(prompt: Prompt) -> bool:
 
 
 def _read_text(prompt: Prompt, model: ServedModel) -> ReadPrompt | Prompt:
-    """Return the prompt's tokens; the prompt itself where it has images, which take a turn of their own."""
+    """Return the prompt's tokens; or the prompt itself if it has images, which take a turn of their own."""
     return prompt if _has_images(prompt) else _read(prompt, model)
 
 
 def text_of(token_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of tokens, as many as `pieces` may have given; raises InvalidRequest. Any thread."""
+    """Return the text of tokens, as many as `pieces` may give; raises InvalidRequest. Any thread."""
     limit = _tokenized_limit(model.info)
     if len(token_ids) > limit:
         raise InvalidRequest(
@@ -417,9 +389,8 @@ def _tokenized_limit(info: ModelInfo) -> int:
     return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
-def _read(prompt: Prompt, model: ServedModel, images: OpenImages | None = None) -> ReadPrompt:
-    """Return the prompt's tokens. What cannot fit is not even tokenized. `images` are those of a
-    conversation, read already."""
+def _read(prompt: Prompt, model: ServedModel, images: OpenImagesPort | None = None) -> ReadPrompt:
+    """Return the prompt's tokens; what cannot fit is not tokenized. `images` are those of a conversation."""
     if isinstance(prompt, Tokens):
         if prompt.images is not None:
             assert model.images is not None, "a model that reads text alone refuses them before"
@@ -440,7 +411,7 @@ def _read(prompt: Prompt, model: ServedModel, images: OpenImages | None = None) 
 
 
 def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) -> None:
-    """Refuse text that spells a token which only the tokenizer has: the model would read beyond its table."""
+    """Refuse a token that the tokenizer has and the model has not: it would read outside its table."""
     largest, size = max(token_ids), model.info.vocabulary_size
     if largest < size:
         return
@@ -453,10 +424,10 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
     )
 
 
-def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -> ReadPrompt:
+def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
-    if isinstance(prompt, Infill):
+    if isinstance(prompt, InfillText):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
         stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
         return ReadPrompt(infill.token_ids, stop_token_ids=stops)
@@ -469,7 +440,7 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImages | None) -
     return ReadPrompt(rendered.token_ids, chat, spans, changes=prompt.changes)
 
 
-def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
+def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:
     if prompt.size_bytes <= limit_bytes:
         return
     raise InvalidRequest(
@@ -484,7 +455,7 @@ def _check_bytes(prompt: Text | Chat | Infill, *, limit_bytes: int) -> None:
 def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo, *, normalizes: bool = False) -> Tokens:
     if not tokens.ids:
         raise _empty("tokens")
-    # Before the ids are looked at one by one, so that the longest message costs the loop little.
+    # Before the ids are checked one by one, so that the longest message costs the loop little.
     check_length(len(tokens.ids), info, field="tokens")
     check_token_ids(tokens.ids, info, field="tokens.ids")
     return Tokens(tuple(tokens.ids), normalizes=normalizes)

@@ -6,7 +6,7 @@ import json
 
 from tests.fixtures.terminal import invoke
 from tests.unit.rpc.conftest import RunningServer, running
-from tests.unit.rpc.services.test_embedding import EMBEDDING, embedding
+from tests.unit.rpc.services.test_embedding_service import EMBEDDING, embedding
 
 
 async def test_tokens_are_shown_as_ids_as_a_table_and_as_json(served: RunningServer) -> None:

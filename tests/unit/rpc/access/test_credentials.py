@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.config import SecurityConfig
-from icehouse_server.rpc.access import certificates, credentials, tokens
+from icehouse_server.rpc.access import credentials, tokens
 from icehouse_server.rpc.access.caller import Role
-from icehouse_server.rpc.access.credentials import Security
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tokens import line_of, new_token
 from icehouse_server.small_file import SmallFile, read_small_file
 
@@ -49,7 +49,7 @@ class Place:
         beside.chmod(0o600)
         beside.replace(self.folder / name)
 
-    def security(self, *, reload_s: float = 3600.0) -> Security:
+    def security(self, *, reload_s: float = 3600.0) -> ServerSecurity:
         config = SecurityConfig(
             tls_certificate=str(self.folder / "server.pem"),
             tls_key=str(self.folder / "server.key"),
@@ -57,7 +57,7 @@ class Place:
             token_file=str(self.folder / "tokens"),
             reload_s=reload_s,
         )
-        loaded = Security(config, clock=ManualClock())
+        loaded = ServerSecurity(config, clock=ManualClock())
         loaded.load()
         return loaded
 
@@ -136,7 +136,7 @@ async def test_a_path_that_hangs_holds_up_its_own_kind_only(
     listener = Listener()
     credentials._logger.addHandler(listener)
     monkeypatch.setattr(credentials, "_SLOW_S", 0.001)
-    for module in (certificates, tokens):
+    for module in (credentials, tokens):
         monkeypatch.setattr(module, "read_small_file", read)
     running = asyncio.create_task(security.run())
     try:

@@ -7,7 +7,7 @@ import logging
 import pytest
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.calls.access_log import REFUSAL_BURST_COUNT, REFUSALS_PER_S, AccessLog
+from icehouse_server.rpc.calls.watchers import REFUSAL_LINE_BURST_COUNT, REFUSAL_LINES_PER_S, AccessLog
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.telemetry.facts import call_record
@@ -30,13 +30,13 @@ def test_refusals_are_told_so_many_a_second_and_the_others_counted(told: pytest.
     log = AccessLog(clock)
     for _ in range(1000):
         log.write(refusal(tenant=""), trace_id="")
-    assert len(told.records) == REFUSAL_BURST_COUNT
+    assert len(told.records) == REFUSAL_LINE_BURST_COUNT
     clock.now += 1.0
     for _ in range(1000):
         log.write(refusal(tenant=""), trace_id="")
-    later = told.records[REFUSAL_BURST_COUNT:]
-    assert len(later) == REFUSALS_PER_S
-    assert [getattr(line, "left_out", 0) for line in later[:2]] == [1000 - REFUSAL_BURST_COUNT, 0]
+    later = told.records[REFUSAL_LINE_BURST_COUNT:]
+    assert len(later) == REFUSAL_LINES_PER_S
+    assert [getattr(line, "left_out", 0) for line in later[:2]] == [1000 - REFUSAL_LINE_BURST_COUNT, 0]
 
 
 def test_calls_that_were_worked_on_all_have_their_line(told: pytest.LogCaptureFixture) -> None:

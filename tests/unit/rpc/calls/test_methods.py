@@ -11,9 +11,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from icehouse.v1 import cache_service_pb2, inference_service_pb2
-from icehouse_server.rpc.calls.methods import METHODS, Access, Cost, Method, Pool, markdown
+from icehouse_server.rpc.calls.methods import METHODS, CallPool, Cost, Method, MethodAccess
 from icehouse_server.rpc.reflection import pool_with_v1
 
+from docs import method_table
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.worker import METHODS_HERE, needs_protocol, worker_parts
 from tests.unit.rpc.conftest import RunningServer, running
@@ -48,8 +49,8 @@ async def test_the_worker_protocol_is_served_where_it_is_wanted_alone(served: Ru
 
 @pytest.mark.parametrize(("name", "row"), METHODS_HERE.items())
 def test_whoever_need_not_prove_anything_is_bounded_apart(name: str, row: Method) -> None:
-    is_open = row.access is Access.OPEN
-    assert is_open == (row.pool is Pool.HEALTH)
+    is_open = row.access is MethodAccess.OPEN
+    assert is_open == (row.pool is CallPool.HEALTH)
     if is_open:
         assert row.message_byte_limit is not None and row.message_timeout_s is not None
         assert row.cost is Cost.NOTHING
@@ -74,7 +75,7 @@ def test_only_what_watches_may_never_end(name: str, row: Method) -> None:
 @pytest.mark.parametrize(("name", "row"), METHODS_HERE.items())
 def test_of_what_may_never_end_a_caller_has_a_few(name: str, row: Method) -> None:
     # Health watches are a few for each connection, by their pool.
-    if row.deadline_s is None and row.pool is not Pool.HEALTH:
+    if row.deadline_s is None and row.pool is not CallPool.HEALTH:
         assert row.caller_limit is not None
 
 
@@ -138,4 +139,4 @@ async def test_a_stream_of_requests_ends_too(served: RunningServer, monkeypatch:
 
 def test_the_page_is_written_from_the_table() -> None:
     docs = Path(__file__).parents[4] / "docs"
-    assert (docs / "methods.md").read_text(encoding="utf-8") == markdown(), "run make gen"
+    assert (docs / "methods.md").read_text(encoding="utf-8") == method_table.markdown(), "run make gen"

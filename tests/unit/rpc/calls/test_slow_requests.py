@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1.slow_request_pb2 import SlowRequest
-from icehouse_server.rpc.calls.slow_requests import KEPT_COUNT, RECENT_S, SHOWN_COUNT, SlowRequests
+from icehouse_server.rpc.calls.watchers import SLOW_KEPT_COUNT, SLOW_RECENT_S, SLOW_SHOWN_COUNT, SlowRequests
 from icehouse_server.rpc.messages.proto_map import to_proto
 
 from tests.fixtures.telemetry.facts import call_record
@@ -16,17 +16,17 @@ def test_the_slowest_come_first_and_only_so_many() -> None:
     for index in range(30):
         slow.call_ended(call_record(request_id=f"r{index}", duration_s=float((index * 7) % 30)))
     shown = slow.slowest(tenant=None)
-    assert [s.total_duration_s for s in shown] == [29.0 - i for i in range(SHOWN_COUNT)]
+    assert [s.total_duration_s for s in shown] == [29.0 - i for i in range(SLOW_SHOWN_COUNT)]
 
 
 def test_old_ones_are_forgotten_by_age_and_by_number() -> None:
     clock = FakeClock()
     slow = SlowRequests(clock)
     slow.call_ended(call_record(request_id="old", duration_s=99.0))
-    clock.now += RECENT_S + 1
+    clock.now += SLOW_RECENT_S + 1
     slow.call_ended(call_record(request_id="new", duration_s=1.0))
     assert [s.request_id for s in slow.slowest(tenant=None)] == ["new"]
-    for _ in range(KEPT_COUNT):
+    for _ in range(SLOW_KEPT_COUNT):
         slow.call_ended(call_record(request_id="fast", duration_s=0.5))
     assert {s.request_id for s in slow.slowest(tenant=None)} == {"fast"}
 

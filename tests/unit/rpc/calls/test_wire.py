@@ -28,7 +28,7 @@ from icehouse_server.rpc.access.caller import peer_kind
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.calls.wire import cancel_code
-from icehouse_server.rpc.monitoring.load_report import TRAILER_KEY, report_of
+from icehouse_server.rpc.services.observation import TRAILER_KEY, report_of
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import REPORT, hanging

@@ -16,7 +16,7 @@ from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest, Logprob, TokenLogprobs
 from icehouse_server.errors import CannotFit, Overloaded, Reason
-from icehouse_server.rpc.calls.shares import Share
+from icehouse_server.rpc.access.shares import FairShare
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
@@ -50,8 +50,8 @@ class Connection:
         await self.may_take.wait()
 
 
-def memory(limit: int = 100_000) -> Share:
-    return Share(limit=limit, factor=1.0, what="bytes")
+def memory(limit: int = 100_000) -> FairShare:
+    return FairShare(limit=limit, factor=1.0, what="bytes")
 
 
 async def test_what_is_written_counts_until_it_is_taken() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from icehouse_server.rpc.engine_client.stall_timer import StallTimer
+from icehouse_server.rpc.engine_client.answers import StallTimer
 
 
 class Connection:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.image_sources import files
-from icehouse_server.rpc.image_sources.address import FileAddress
-from icehouse_server.rpc.image_sources.files import read_file
+from icehouse_server.rpc.image_sources import image_fetcher
+from icehouse_server.rpc.image_sources.image_address import FileAddress
+from icehouse_server.rpc.image_sources.image_fetcher import read_file
 
 FIELD = "chat.messages[0].parts[0].image.uri"
 LIMIT = 100
@@ -147,7 +147,7 @@ def test_a_file_that_becomes_a_link_between_two_looks_is_not_followed(
             place.symlink_to(folder.parent / "secret")
         return found
 
-    monkeypatch.setattr(files, "os", Os(stat=exchanged))
+    monkeypatch.setattr(image_fetcher, "os", Os(stat=exchanged))
     assert refusal(folder, "cat.png") == refusal(folder, "not", "there")
 
 
@@ -169,6 +169,6 @@ def test_a_file_that_grows_is_read_to_the_limit(folder: Path, monkeypatch: pytes
         sizes.append(size)
         return b"x" * min(size, 40)
 
-    monkeypatch.setattr(files, "os", Os(read=endless))
+    monkeypatch.setattr(image_fetcher, "os", Os(read=endless))
     assert f"more than {LIMIT} bytes" in refusal(folder, "log")
     assert sizes == [101, 61, 21]

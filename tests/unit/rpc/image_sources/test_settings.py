@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from icehouse_server.config import ServerConfig
 from icehouse_server.errors import ConfigError
-from icehouse_server.rpc.image_sources.fetcher import ImageFetcher
-from icehouse_server.rpc.image_sources.settings import ImageHost, read_image_folders, read_image_hosts
+from icehouse_server.rpc.image_sources.image_address import ImageHost, read_image_folders, read_image_hosts
+from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 
 
 def test_nothing_is_listed_where_nothing_is_set() -> None:

@@ -13,9 +13,9 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, ListingEnded
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
-from icehouse_server.rpc.kv_events.feed import EventFeed
-from icehouse_server.rpc.kv_events.follower import LogFollower
-from icehouse_server.rpc.kv_events.mirror import BlockMirror
+from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
+from icehouse_server.rpc.kv_events.event_feed import EventFeed
+from icehouse_server.rpc.kv_events.kv_event_source import LogFollower
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.kv_events import Gateway

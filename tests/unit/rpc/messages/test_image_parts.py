@@ -10,7 +10,7 @@ import pytest
 from icehouse.v1 import prompt_pb2
 from icehouse_server.domain.chat import ImageDetail, ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.messages.chat import conversation_of
+from icehouse_server.rpc.messages.conversations import conversation_of
 
 from tests.fixtures.image_files import PNG
 from tests.fixtures.rpc.fake_engine import MODEL_INFO

@@ -12,17 +12,29 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 from icehouse.v1 import (
+    cache_policy_pb2,
     cache_service_pb2,
     cache_stats_pb2,
     engine_stats_pb2,
     inference_service_pb2,
+    prompt_pb2,
+    server_service_pb2,
     slow_request_pb2,
     tenant_stats_pb2,
+    tool_pb2,
+    usage_pb2,
 )
-from icehouse_server.domain import cache_stats, stats
+from icehouse_server.domain import cache_commands, cache_stats, chat, events, request, stats
 from icehouse_server.domain.cache_commands import EvictReport
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.rpc.messages.proto_map import fill, names_of, to_proto
+from icehouse_server.rpc.engine_client.open_requests import RequestPhase
+from icehouse_server.rpc.messages.proto_map import (
+    enum_of,
+    enum_proto,
+    fill,
+    names_of,
+    to_proto,
+)
 
 PAIRS: list[tuple[type[Any], type[Message]]] = [
     (stats.EngineStats, engine_stats_pb2.EngineStats),
@@ -113,3 +125,24 @@ def test_fields_that_the_dataclass_lacks_stay_as_they_are() -> None:
     message = tenant_stats_pb2.TenantStats(waiting_limit=3)
     assert fill(message, stats.TenantUse(Tenant("a"), waiting_count=2)) is message
     assert (message.tenant, message.waiting_count, message.waiting_limit) == ("a", 2, 3)
+
+
+ENUMS: list[tuple[type[enum.Enum], Any]] = [
+    (cache_commands.Tier, cache_service_pb2.CacheTier),
+    (chat.ImageDetail, prompt_pb2.ImageDetail),
+    (chat.PromptChangeKind, usage_pb2.PromptChangeKind),
+    (chat.ToolMode, tool_pb2.ToolChoiceMode),
+    (events.FinishReason, usage_pb2.FinishReason),
+    (events.ReuseLimit, usage_pb2.ReuseLimit),
+    (RequestPhase, server_service_pb2.RequestPhase),
+    (request.CacheUse, cache_policy_pb2.CacheUse),
+]
+
+
+@pytest.mark.parametrize(("kind", "told"), ENUMS, ids=lambda each: getattr(each, "__name__", ""))
+def test_an_enum_goes_by_its_names_both_ways(kind: type[enum.Enum], told: Any) -> None:
+    first = next(iter(kind))
+    values = [enum_proto(member, told) for member in kind]
+    assert [enum_of(value, told, kind, unset=first) for value in values] == list(kind)
+    assert sorted(told.values()) == [0, *sorted(values)]
+    assert enum_of(0, told, kind, unset=first) is first and enum_of(99, told, kind, unset=first) is None

@@ -9,7 +9,6 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import speculation_pb2
 from icehouse_server.domain.request import Drafting, Speculation, SpeculationLimit
-from icehouse_server.rpc.messages.speculation import LIMITS
 
 from tests.fixtures.rpc.details import refused
 from tests.unit.rpc.conftest import RunningServer
@@ -70,5 +69,6 @@ async def test_misuse_is_named_before_anything_runs(
 
 
 def test_every_limit_has_a_value_of_its_own_in_the_api() -> None:
-    assert set(LIMITS) == set(SpeculationLimit)
-    assert set(LIMITS.values()) == set(speculation_pb2.SpeculationLimit.values())
+    named = {limit.name for limit in SpeculationLimit if limit is not SpeculationLimit.NONE}
+    names = {f"SPECULATION_LIMIT_{name}" for name in ("UNSPECIFIED", *named)}
+    assert names == set(speculation_pb2.SpeculationLimit.keys())

@@ -15,7 +15,7 @@ from icehouse_server.config import ServerConfig, TenantConfig
 from icehouse_server.domain.cache_commands import Explanation
 from icehouse_server.domain.events import CacheReport, Divergence
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.rpc.calls.access_log import facts_of
+from icehouse_server.rpc.calls.watchers import log_fields_of
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, started
@@ -89,7 +89,7 @@ async def test_a_session_comes_from_the_metadata(metadata: tuple[tuple[str, str]
         await notes.ended(1)
     [record], [submitted] = notes.calls, served.engine.submitted
     assert record.session_id == submitted.session_id == session
-    assert facts_of(record, trace_id="").get("session_id", "") == session
+    assert log_fields_of(record, trace_id="").get("session_id", "") == session
 
 
 async def test_a_session_of_the_request_counts_before_the_metadata() -> None:

@@ -23,7 +23,7 @@ from icehouse_server.domain.chat import (
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
-from icehouse_server.rpc.services.rerank_prompt import form_of
+from icehouse_server.rpc.services.rerank_service import form_of
 
 from tests.fixtures.chat.families import THINKING, tokenizer_of
 from tests.fixtures.patience import BOUND_S
@@ -71,7 +71,7 @@ async def begin(reader: PromptReader, work: Any, *, origin: str = "a", size_byte
 
 
 def prompt_reader(*, thread_count: int) -> PromptReader:
-    return PromptReader.of(ServerConfig(tokenizer_thread_count=thread_count))
+    return PromptReader(ServerConfig(tokenizer_thread_count=thread_count))
 
 
 class HeldImages:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import logprobs_pb2, tool_pb2, usage_pb2
-from icehouse_server.rpc.services.reply_sum import ReplySum
+from icehouse_server.rpc.services.inference_service import ReplySum
 
 
 def entries(count: int, *, salt: int = 0) -> list[logprobs_pb2.TokenLogprobs]:

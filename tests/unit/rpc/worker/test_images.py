@@ -24,8 +24,7 @@ from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.ids import ImageDigest
 from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.worker.images import sent_images_of
-from icehouse_server.rpc.worker.request import NO_EFFECT, worker_request_of
+from icehouse_server.rpc.worker.gateway_request import NO_EFFECT, sent_images_of, worker_request_of
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 

@@ -15,7 +15,7 @@ from tests.fixtures.kv_event_source import source_of
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto comes with the extra fleet")
 
-from icehouse_server.rpc.worker.load_watch import HEARTBEAT_S, LoadRecords, LoadWatches
+from icehouse_server.rpc.worker.kv_event_streams import HEARTBEAT_S, LoadRecords, LoadWatches
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 ADS = Tenant("ads")

@@ -11,8 +11,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT as TENANT
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.engine_client.open_requests import OpenRequests
-from icehouse_server.rpc.worker.running import ABORT_LIMIT, RunningRequest, RunningRequests
+from icehouse_server.rpc.worker.vllm_engine_service import ABORT_LIMIT, RunningRequest, RunningRequests
 
 from tests.fixtures.engine import request as generation_request
 from tests.fixtures.rpc.fake_engine import REPORT
@@ -27,14 +26,12 @@ class Running:
     def __init__(self, engine: Submissions) -> None:
         self.engine = engine
         self.requests = RunningRequests()
-        self._open_requests = OpenRequests()
         self._stack = contextlib.ExitStack()
         self.end = self._stack.close
 
     def begin(self, name: str, caller: Caller, *request_ids: str) -> RunningRequest:
         request = self._stack.enter_context(self.requests.running(name, caller))
-        submission = self.engine.begin(*[generation_request(request_id) for request_id in request_ids])
-        request.submit(self._stack.enter_context(self._open_requests.opened("Generate", submission)))
+        request.submit(self.engine.begin(*[generation_request(request_id) for request_id in request_ids]))
         return request
 
     def abort(self, names: Sequence[str], caller: Caller) -> list[RequestId]:
@@ -83,12 +80,12 @@ async def test_tokens_wait_until_their_prompt_starts_or_never_will(running: Runn
     waiting = running.requests.waiting_tokens
     first = running.begin("x", ADS, "a", "b")
     running.begin("y", ADS, "c")
-    assert (waiting.count(None), waiting.count(TENANT), waiting.count(Tenant("none"))) == (6, 6, 0)
+    assert (waiting[None], waiting[TENANT], waiting[Tenant("none")]) == (6, 6, 0)
     for _ in range(2):
         first.note(Started(prompt_token_count=3, cache=REPORT, queue_s=0.0))
-    assert (waiting.count(None), waiting.count(TENANT)) == (3, 3)
+    assert (waiting[None], waiting[TENANT]) == (3, 3)
     running.end()
-    assert (waiting.count(None), waiting.count(TENANT)) == (0, 0)
+    assert (waiting[None], waiting[TENANT]) == (0, 0)
 
 
 async def test_no_name_names_nothing(running: Running) -> None:

@@ -1,0 +1,245 @@
+"""Shares: places and turns that callers have between them, so that none can take them all. Event loop.
+
+What is refused or has to wait depends on what is free: a caller may hold at most `factor` times what nobody
+holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One busy caller gets
+`factor / (1 + factor)` of it, and n of them get `factor / (1 + n * factor)` each, so something stays free for
+the next one. A caller is a proved tenant, or a connection where nobody proves anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from icehouse_server.errors import Overloaded, Reason
+
+RETRY_S = 1.0
+"""When to try again after a refusal; calls last seconds."""
+
+
+class FairShare:
+    """Places, or bytes, that a caller gets or is refused; nobody waits for them.
+
+    With `most` no caller gets more than that, however much is free.
+    """
+
+    def __init__(self, *, limit: int, factor: float, what: str, most: int | None = None) -> None:
+        assert limit >= 1 and factor > 0, (limit, factor)
+        self.limit = limit
+        self._factor = factor
+        self._most = limit if most is None else most
+        self._what = what
+        self._held: collections.Counter[str] = collections.Counter()
+        self._total = 0
+
+    @contextlib.contextmanager
+    def place(self, origin: str, amount: int = 1) -> Iterator[None]:
+        """Hold places until the block ends; raises Overloaded when the caller may have no more now."""
+        self.take(origin, amount)
+        try:
+            yield
+        finally:
+            self.give_back(origin, amount)
+
+    def take(self, origin: str, amount: int = 1) -> None:
+        """Hold places until they are given back; raises as `place` does."""
+        held, more = self._held.get(origin, 0), amount - 1
+        free = self.limit - self._total - more
+        if free <= 0 or held + more >= min(self._factor * free, self._most):
+            raise self._full(held=held)
+        self._held[origin] += amount
+        self._total += amount
+
+    def give_back(self, origin: str, amount: int = 1) -> None:
+        """Give places back."""
+        self._total -= amount
+        self._held[origin] -= amount
+        if not self._held[origin]:
+            del self._held[origin]
+
+    def _full(self, *, held: int) -> Overloaded:
+        if held >= self._most:
+            return Overloaded(
+                Reason.QUEUE_FULL,
+                f"{held} {self._what} in flight are yours, as many as one caller may have; end one, or try "
+                "again later",
+                retry_after_s=RETRY_S,
+                metadata={"yours": held, "limit": self._most},
+            )
+        return Overloaded(
+            Reason.QUEUE_FULL,
+            f"{self._total} {self._what} are in flight, {held} of them yours; the limit is {self.limit}, of "
+            "which some stay free for others; try again later",
+            retry_after_s=RETRY_S,
+            metadata={"in_flight": self._total, "yours": held, "limit": self.limit},
+        )
+
+
+class Hold:
+    """What one caller holds of a `FairQueue`."""
+
+    def __init__(self, queue: FairQueue, origin: str, amount: int) -> None:
+        self._queue = queue
+        self._origin = origin
+        self.amount = amount
+
+    def shrink(self, amount: int) -> None:
+        """Hold less from now on."""
+        if amount < self.amount:
+            self._queue.give_back(self._origin, self.amount - amount)
+            self.amount = amount
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self.shrink(0)
+
+
+class FairQueue:
+    """An amount that callers share, waiting for their turns: round-robin over callers, first come first
+    served for each.
+
+    Without a `factor` one caller may hold all of it while nobody else waits.
+    """
+
+    def __init__(self, *, capacity: int, factor: float | None = None) -> None:
+        assert capacity >= 1, capacity
+        self.capacity = capacity
+        self._factor = factor
+        self._held: collections.Counter[str] = collections.Counter()
+        self._total = 0
+        self._waiting: collections.OrderedDict[str, collections.deque[tuple[int, asyncio.Future[None]]]] = (
+            collections.OrderedDict()
+        )
+
+    @property
+    def waiting_count(self) -> int:
+        """How many wait for their turn."""
+        return sum(len(queue) for queue in self._waiting.values())
+
+    async def take(self, origin: str, amount: int = 1) -> Hold:
+        """Wait for the caller's turn. An amount above the capacity counts as the capacity."""
+        amount = min(amount, self.capacity)
+        if self._waiting or not self._fits(origin, amount):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (amount, turn)
+            self._waiting.setdefault(origin, collections.deque()).append(entry)
+            self._hand_out()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.give_back(origin, amount)
+                else:
+                    self._leave(origin, entry)
+                raise
+        else:
+            self._grant(origin, amount)
+        return Hold(self, origin, amount)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, origin: str) -> AsyncIterator[None]:
+        """Hold one of it until the block ends."""
+        hold = await self.take(origin)
+        try:
+            yield
+        finally:
+            hold.release()
+
+    def give_back(self, origin: str, amount: int) -> None:
+        """Take back what a caller held and give it to those who wait."""
+        self._total -= amount
+        self._held[origin] -= amount
+        if not self._held[origin]:
+            del self._held[origin]
+        self._hand_out()
+
+    def _fits(self, origin: str, amount: int) -> bool:
+        free = self.capacity - self._total
+        held = self._held[origin]
+        if amount > free:
+            return False
+        return self._factor is None or not held or held + amount <= self._factor * free
+
+    def _grant(self, origin: str, amount: int) -> None:
+        self._held[origin] += amount
+        self._total += amount
+
+    def _hand_out(self) -> None:
+        passed = 0
+        while self._waiting and passed < len(self._waiting) and self._total < self.capacity:
+            origin, queue = next(iter(self._waiting.items()))
+            amount, turn = queue[0]
+            self._waiting.move_to_end(origin)
+            if not self._fits(origin, amount):
+                passed += 1
+                continue
+            passed = 0
+            queue.popleft()
+            if not queue:
+                del self._waiting[origin]
+            if not turn.cancelled():
+                self._grant(origin, amount)
+                turn.set_result(None)
+
+    def _leave(self, origin: str, entry: tuple[int, asyncio.Future[None]]) -> None:
+        queue = self._waiting.get(origin)
+        if queue is not None and entry in queue:
+            queue.remove(entry)
+            if not queue:
+                del self._waiting[origin]
+        self._hand_out()
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Run a function on the event loop, from another thread; do nothing if the loop has ended."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        # The loop ended before the work did: nobody waits for a turn any more.
+        if not loop.is_closed():
+            raise
+
+
+_KEPT_COUNT = 1024
+"""Callers that are remembered; those whose turn has passed are forgotten first."""
+
+
+class Pace:
+    """A rate limit for each caller: a burst, then so many turns a second. Times of any one clock.
+
+    A refused call takes the event loop nearly as long as a short one that is served, and one with a long
+    message as long as many. So a caller's first refusals are sent at once, and later ones are delayed.
+    """
+
+    def __init__(self, *, rate_per_s: float, burst_count: int) -> None:
+        self._interval_s = 1 / rate_per_s
+        self._burst_count = burst_count
+        self._due_times: dict[str, float] = {}
+
+    def delay_s(self, origin: str, *, now: float, longest_s: float, turn_count: float = 1) -> float:
+        """Count a caller's next turns, and return how long to wait until they are due."""
+        due_time = self._due_time(origin, now=now, turn_count=turn_count)
+        # Nobody gets further behind than the longest delay.
+        self._due_times[origin] = due_time = min(due_time, now + longest_s)
+        if len(self._due_times) > _KEPT_COUNT:
+            self._forget(now)
+        return max(0.0, due_time - now)
+
+    def take(self, origin: str, *, now: float) -> bool:
+        """Count a caller's next turn if it is due; say whether it was."""
+        due_time = self._due_time(origin, now=now, turn_count=1)
+        # Rounding errors of so many additions must not cost a turn.
+        if due_time > now + 1e-6:
+            return False
+        self._due_times[origin] = due_time
+        return True
+
+    def _due_time(self, origin: str, *, now: float, turn_count: float) -> float:
+        earliest = now - self._burst_count * self._interval_s
+        return max(self._due_times.get(origin, earliest), earliest) + turn_count * self._interval_s
+
+    def _forget(self, now: float) -> None:
+        waiting = [(origin, due) for origin, due in self._due_times.items() if due > now]
+        self._due_times = dict(waiting[-_KEPT_COUNT // 2 :])

@@ -1,0 +1,256 @@
+"""Calls: one call from its begin to its status, with deadline, errors, log records and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.call import CallRecord, Operation, TraceContext
+from icehouse_server.domain.events import Event, Finished, Started, Usage
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN
+from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.caller import Caller, peer_kind
+from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.calls.methods import METHODS
+from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
+from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
+from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+REFUSALS_PER_S = 20.0
+REFUSAL_BURST_COUNT = 64
+_REFUSED_BYTES_PER_TURN = 256 << 10
+"""A refused request of so many bytes counts as one more refusal."""
+_LONGEST_S = 1.0
+"""A balancer should soon hear that it must try another server."""
+_LONGEST_UNPROVED_S = 5.0
+"""No caller with credentials ever waits this long."""
+
+_logger = logging.getLogger("icehouse_server.rpc.calls.calls")
+
+
+@dataclasses.dataclass(slots=True)
+class RpcCall:
+    """One call, and what is logged and counted of it. Never holds prompt or output text."""
+
+    method: str
+    arrival_time: float
+    """`Clock.monotonic`."""
+    arrival_wall_time: float
+    """`Clock.wall`."""
+    deadline_time: float | None
+    caller: Caller
+    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    """Generated, until the request brings its own: every log line has one."""
+    tenant: str = ""
+    model_id: str = ""
+    tokenize_s: float = 0.0
+    prompt_token_count: int = 0
+    started: Started | None = None
+    usage: Usage | None = None
+    operation: Operation | None = None
+    session_id: str = ""
+    """The conversation it belongs to: from the metadata, until the request names one."""
+    holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """What is released when it ends, however it ends."""
+
+    def note(self, event: Event) -> None:
+        """Note what an event says of the request's cost."""
+        if isinstance(event, Started):
+            self.started = self.started or event
+        elif isinstance(event, Finished):
+            # Of several completions: the first one's usage, with the output of all.
+            usage = self.usage or dataclasses.replace(event.usage, output_token_count=0)
+            output_token_count = usage.output_token_count + event.usage.output_token_count
+            self.usage = dataclasses.replace(usage, output_token_count=output_token_count)
+
+
+class RpcCalls:
+    """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
+
+    def __init__(
+        self, *, clock: Clock, tell: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
+    ) -> None:
+        self._clock = clock
+        self._session_keys = session_keys
+        self._tell = tell
+        self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+        self._running_count = 0
+        self._closed = False
+        self.idle = asyncio.Event()
+        """Set while no call runs."""
+        self.idle.set()
+        self._open: dict[Limit, bool] = {}
+        """Whether each may never end by itself."""
+        self._admissions: set[asyncio.Timeout] = set()
+        self.refused_count = 0
+        """Calls that came after the stop."""
+
+    @property
+    def open_count(self) -> int:
+        """How many calls are open, from their headers to their status."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Refuse new calls, and those whose message has not arrived yet."""
+        self._closed = True
+        for timer in self._admissions:
+            _end_now(timer)
+
+    def cut(self, *, endless_only: bool = False) -> None:
+        """End what is still open as UNAVAILABLE; `endless_only` what would never end by itself."""
+        for limit, is_endless in self._open.items():
+            if is_endless or not endless_only:
+                limit.cut()
+
+    @contextlib.contextmanager
+    def open(self, limit: Limit, *, is_endless: bool) -> Iterator[None]:
+        """The block serves a call that `limit` may end."""
+        self._open[limit] = is_endless
+        try:
+            yield
+        finally:
+            del self._open[limit]
+
+    @contextlib.asynccontextmanager
+    async def admission(self, timer: asyncio.Timeout) -> AsyncIterator[None]:
+        """The block waits for a call's message; a stop expires its timer."""
+        if self._closed:
+            _end_now(timer)
+        self._admissions.add(timer)
+        try:
+            yield
+        finally:
+            self._admissions.discard(timer)
+
+    @contextlib.asynccontextmanager
+    async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
+        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
+        call = RpcCall(
+            current_method.get(),
+            self._clock.monotonic(),
+            self._clock.wall(),
+            self._deadline_time(context),
+            callers.current.get(),
+            operation=operation,
+            session_id=_session_id(context, self._session_keys),
+        )
+        self._running_count += 1
+        self.idle.clear()
+        try:
+            if self._closed:
+                self.refused_count += 1
+                raise stopping()
+            yield call
+            if trailers := self._see_out(call, context, grpc.StatusCode.OK):
+                context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
+        except IcehouseError as error:
+            trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
+            await self._keep_pace(error)
+            await end(context, with_trailers(status_of(error), trailers))
+        except asyncio.CancelledError:
+            self._see_out(call, context, cancel_code(context))
+            raise
+        except Exception:
+            # The caller learns that something broke, the log learns what.
+            _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
+            broken = internal_error()
+            trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
+            await end(context, with_trailers(status_of(broken), trailers))
+
+    async def _keep_pace(self, error: IcehouseError) -> None:
+        """Delay a refusal if its caller has had many: it may come again at once."""
+        turn_count = received_bytes.get() // _REFUSED_BYTES_PER_TURN
+        if isinstance(error, Overloaded | Unauthenticated | Forbidden):
+            turn_count += 1
+        if self._closed or not turn_count:
+            return
+        delay_s = self._pace.delay_s(
+            callers.origin.get(),
+            now=asyncio.get_running_loop().time(),
+            longest_s=_LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else _LONGEST_S,
+            turn_count=turn_count,
+        )
+        if delay_s:
+            await asyncio.sleep(delay_s)
+
+    def _deadline_time(self, context: Context) -> float | None:
+        """Return when the call must have ended: by its own deadline or by its method's."""
+        row = METHODS.get(current_method.get())
+        default_s = None if row is None else row.deadline_s
+        remaining_s = context.time_remaining()
+        limit_s = default_s if remaining_s is None else remaining_s
+        return None if limit_s is None else self._clock.monotonic() + limit_s
+
+    def _see_out(
+        self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
+    ) -> Trailers:
+        record = CallRecord(
+            method=call.method,
+            code=code.name,
+            reason=reason,
+            request_id=call.request_id,
+            peer=peer_kind(context.peer()),
+            tenant=call.tenant or call.caller.tenant or "",
+            model_id=call.model_id,
+            start_time=call.arrival_wall_time,
+            duration_s=self._clock.monotonic() - call.arrival_time,
+            tokenize_s=call.tokenize_s,
+            prompt_token_count=call.prompt_token_count,
+            started=call.started,
+            usage=call.usage,
+            trace=_trace_context(context),
+            operation=call.operation,
+            session_id=call.session_id,
+        )
+        # Before the status is sent: a stop does not wait for callers who do not read theirs.
+        call.holds.close()
+        self._running_count -= 1
+        if not self._running_count:
+            self.idle.set()
+        return self._tell(record)
+
+
+def stopping() -> Unavailable:
+    """Return the error of calls that come while the server stops."""
+    return Unavailable(Reason.DRAINING, "the server is stopping; send the request to another one")
+
+
+def _end_now(timer: asyncio.Timeout) -> None:
+    if not timer.expired():
+        timer.reschedule(asyncio.get_running_loop().time())
+
+
+async def end(context: Context, status: grpc.Status) -> None:
+    """End a call with a status, which is sent after the messages that the caller has not read yet.
+
+    A caller who never reads them keeps the call open, and its place taken, until the connection ends: gRPC's
+    Python cannot reset a single call.
+    """
+    with disconnect_as_cancel():
+        await context.abort_with_status(status)
+
+
+def _session_id(context: Context, keys: Sequence[str]) -> str:
+    """Return the value of the first of these keys. A value that is not fit for a log counts as absent."""
+    if not keys:
+        return ""
+    found = dict(context.invocation_metadata() or ())
+    values = (found.get(key) for key in keys)
+    return next((v for v in values if isinstance(v, str) and CALLER_NAME_PATTERN.fullmatch(v)), "")
+
+
+def _trace_context(context: Context) -> TraceContext:
+    found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))

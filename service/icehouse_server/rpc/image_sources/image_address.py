@@ -1,0 +1,259 @@
+"""Image address: what a URI names, if the settings allow it; nothing is opened here. Pure functions.
+
+A path or a host that is not allowed is refused in the same words whether or not it exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.errors import ConfigError, InvalidRequest, Reason, SourceUnreachable
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_LENGTH_LIMIT: Final = 8192
+_PRINTABLE: Final = re.compile(r"[!-~]+")
+"""What a URI may consist of: no space, and no line break that would end a request line."""
+_PORTS: Final = {"https": 443, "http": 80}
+_LOOKED_AT: Final = ipaddress.ip_network("64:ff9b::/96")
+"""IPv4 addresses in networks without IPv4 (RFC 6052)."""
+_GLOBAL: Final = ipaddress.ip_network("2000::/3")
+_SPECIAL: Final = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24"),
+        *("2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+    )
+)
+"""Networks of IANA's special-purpose registries that some version of `ipaddress` takes for global: relays,
+anycast and documentation, where nobody serves images."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileAddress:
+    """A file below an allowed folder."""
+
+    folder: str
+    names: tuple[str, ...]
+    """From the folder down to the file. None is empty, ".", ".." or has a slash."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WebAddress:
+    """A resource of an allowed host."""
+
+    is_secure: bool
+    host: str
+    """A name, or an address as `ipaddress` writes it."""
+    port: int
+    target: str
+    """Path and query, as the request line has them."""
+    uri: str = dataclasses.field(repr=False)
+
+    @property
+    def authority(self) -> str:
+        """Host and port as in the header `Host`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS["https" if self.is_secure else "http"] else f"{host}:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceRules:
+    """What may be read."""
+
+    folders: tuple[str, ...] = ()
+    hosts: frozenset[ImageHost] = frozenset()
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> SourceRules:
+        """Return the rules of the settings; raises ConfigError."""
+        return cls(
+            _listed("image_folders", config.image_folders, read_image_folders),
+            frozenset(_listed("image_hosts", config.image_hosts, read_image_hosts)),
+        )
+
+    def address_of(self, uri: str, *, field: str) -> FileAddress | WebAddress:
+        """Return what a URI names; raises InvalidRequest when that may not be read."""
+        scheme = uri[:6].partition(":")[0].lower()
+        if scheme == "file" and self.folders:
+            return self._file(uri, field)
+        if scheme in _PORTS and self.hosts:
+            return self.web_address_of(uri, field=field)
+        known = ['"data:image/png;base64,..."']
+        known += ["a file: URL of an allowed folder"] if self.folders else []
+        known += ["an http(s) URL of an allowed host"] if self.hosts else []
+        raise refused(field, f"begins with {uri[:12]!r}; here it may be {' or '.join(known)}")
+
+    def web_address_of(self, uri: str, *, field: str) -> WebAddress:
+        """Return what an http(s) URL names, also after a redirect; raises InvalidRequest."""
+        parts = _split(uri, field)
+        try:
+            name, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            raise refused(field, "is no http(s) URL of a host") from None
+        if "@" in parts.netloc:
+            raise refused(field, "has a user's name in its URL; the server sends no credentials")
+        literal = ip_address_of(name)
+        host = name if literal is None else str(literal)
+        if not self._allows(host, port, scheme=parts.scheme):
+            raise refused(field, "is of a host, or a port of it, that the server asks for no images")
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return WebAddress(parts.scheme == "https", host, port, target, uri)
+
+    def reaches(self, address: IpAddress, port: int, *, host: str, is_secure: bool) -> bool:
+        """Whether a connection to this address may be made for an allowed host.
+
+        A name may lead to public addresses, and to addresses that are allowed themselves: the owner of a name
+        must not choose what is reached inside this network.
+        """
+        scheme = "https" if is_secure else "http"
+        return str(address) == host or is_public(address) or self._allows(str(address), port, scheme=scheme)
+
+    def _allows(self, host: str, port: int, *, scheme: str) -> bool:
+        is_usual = port == _PORTS[scheme]
+        return ImageHost(host, port) in self.hosts or (is_usual and ImageHost(host) in self.hosts)
+
+    def _file(self, uri: str, field: str) -> FileAddress:
+        parts = _split(uri, field)
+        if parts.netloc.lower() not in ("", "localhost") or parts.query or "?" in uri or "#" in uri:
+            raise refused(field, "is no file: URL of a path, such as file:///srv/pictures/cat.png")
+        path = urllib.parse.unquote(parts.path, errors="surrogateescape")
+        names = [name for name in path.split("/") if name not in ("", ".")]
+        folder = _folder_of(names, self.folders)
+        if folder is None or not path.startswith("/") or ".." in names or "\0" in path:
+            raise refused(field, "is in no folder that the server reads images from")
+        return FileAddress(folder, tuple(names[len(_names(folder)) :]))
+
+
+def ip_address_of(host: str) -> IpAddress | None:
+    """Return the address that a host is written as, None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_public(address: IpAddress) -> bool:
+    """Whether an address is on the internet, not on this machine or a private network."""
+    if any(address in network for network in _SPECIAL):
+        return False
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    if address.ipv4_mapped is not None:
+        return is_public(address.ipv4_mapped)
+    if address in _LOOKED_AT:
+        return is_public(ipaddress.IPv4Address(address.packed[-4:]))
+    return address in _GLOBAL and address.is_global
+
+
+def _split(uri: str, field: str) -> urllib.parse.SplitResult:
+    if len(uri) > _LENGTH_LIMIT:
+        raise refused(field, f"has a URL of {len(uri)} characters; it may have {_LENGTH_LIMIT}")
+    if _PRINTABLE.fullmatch(uri) is None or "\\" in uri:
+        raise refused(field, "has a URL with a character that must be written as %XX")
+    try:
+        return urllib.parse.urlsplit(uri)
+    except ValueError:
+        raise refused(field, "has a URL that cannot be read") from None
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name]
+
+
+def _folder_of(names: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Return the innermost folder that the path is in."""
+    above = [each for each in folders if _names(each) == list(names[: len(_names(each))])]
+    found = max(above, key=len, default=None)
+    return found if found is not None and len(names) > len(_names(found)) else None
+
+
+Item = TypeVar("Item")
+
+_COUNT_LIMIT: Final = 64
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9.\-]{0,252}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageHost:
+    """A host that may be asked for images."""
+
+    name: str
+    """In lower case; an address as `ipaddress` writes it."""
+    port: int | None = None
+    """None for the port of the scheme: 443 and 80."""
+
+
+def read_image_hosts(text: str | None) -> tuple[ImageHost, ...]:
+    """Return the hosts that a setting lists; raises ValueError with a complaint that follows the value."""
+    return tuple(_host_of(part) for part in _parts(text))
+
+
+def read_image_folders(text: str | None) -> tuple[str, ...]:
+    """Return the folders that a setting lists; raises ValueError with a complaint that follows the value."""
+    folders = tuple(os.path.expanduser(part) for part in _parts(text))
+    for folder in folders:
+        if not os.path.isabs(folder) or os.path.normpath(folder) != folder.rstrip("/") or "\0" in folder:
+            raise ValueError(f"lists {folder!r}, which is no folder's whole path, such as /srv/pictures")
+    return tuple(folder.rstrip("/") for folder in folders)
+
+
+def _listed(name: str, text: str | None, read: Callable[[str | None], tuple[Item, ...]]) -> tuple[Item, ...]:
+    try:
+        return read(text)
+    except ValueError as error:
+        field = f"server.{name}"
+        raise ConfigError(Reason.CONFIG_INVALID, f"{field} {error}", field=field) from error
+
+
+def _parts(text: str | None) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if len(parts) > _COUNT_LIMIT:
+        raise ValueError(f"lists {len(parts)}, and the limit is {_COUNT_LIMIT}")
+    return parts
+
+
+def _host_of(part: str) -> ImageHost:
+    name, colon, port = part.rpartition(":")
+    if not colon or (":" in name and not name.startswith("[")) or port.endswith("]"):
+        name, port = part, ""  # no port: a name, or an address of IPv6
+    try:
+        number = int(port) if port else None
+    except ValueError:
+        number = -1
+    if number is not None and not 1 <= number <= 65535:
+        raise ValueError(f"lists {part!r}, whose port is none from 1 to 65535")
+    bare = name.removeprefix("[").removesuffix("]").lower()
+    try:
+        return ImageHost(str(ipaddress.ip_address(bare)), number)
+    except ValueError:
+        if _NAME.fullmatch(bare) is None:
+            raise ValueError(
+                f"lists {part!r}, which is no host; write images.example.org or 10.0.0.7:8080"
+            ) from None
+        return ImageHost(bare, number)
+
+
+def refused(field: str, complaint: str, **facts: object) -> InvalidRequest:
+    """Return the error of an image that is never read."""
+    message = f"the image of {field} {complaint}"
+    return InvalidRequest(Reason.IMAGE_INVALID, message, field=field, metadata=facts)
+
+
+def too_long(field: str, limit_bytes: int) -> InvalidRequest:
+    """Return the error of an image that was read up to the limit."""
+    complaint = f"has more than {limit_bytes} bytes, the most that an image may have"
+    return refused(field, complaint, limit_bytes=limit_bytes)
+
+
+def unreachable(field: str, complaint: str, **facts: object) -> SourceUnreachable:
+    """Return the error of an image that its host does not give now."""
+    message = f"the image of {field} {complaint}"
+    return SourceUnreachable(Reason.IMAGE_UNREACHABLE, message, field=field, metadata=facts)

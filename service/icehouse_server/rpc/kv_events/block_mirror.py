@@ -1,0 +1,249 @@
+"""Block mirror: the blocks of both tiers by the block log, and the events for subscribers that follow.
+
+Plain data of the event loop. A block is published while its prefix is whole, its tokens are known and its
+root is a known tenant's. It is published after its parent and removed before it, so a subscriber never gets a
+block without its parent, also in a snapshot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from icehouse_server.domain.blocks import pack_tokens, split_keys
+from icehouse_server.domain.cache_commands import KnownTokens
+from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.engine.core.block_log import (
+    Came,
+    Change,
+    KvTier,
+    Left,
+    ListingBegan,
+    ListingEnded,
+    RootForgotten,
+    RootsKnown,
+)
+from icehouse_server.rpc.kv_events.kv_event_types import (
+    BlockImage,
+    BlockRemoved,
+    BlockStored,
+    KvBlock,
+    KvEvent,
+    cut,
+    images_of,
+)
+
+Held = tuple[KvTier, ...]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _KnownBlock:
+    """One whole block that some tier holds; `told` while subscribers know of it."""
+
+    name: BlockHash
+    parent: BlockHash
+    is_first: bool
+    packed: bytes | None
+    images: tuple[BlockImage, ...] = ()
+    held: Held = ()
+    told: KvBlock | None = None
+
+
+class BlockMirror:
+    """Keeps at most `block_limit` blocks. Further ones, and what follows them, are not published."""
+
+    def __init__(self, *, block_token_count: int, block_limit: int) -> None:
+        self._block_token_count = block_token_count
+        self._block_limit = block_limit
+        self._known: dict[BlockHash, _KnownBlock] = {}
+        self._children: dict[BlockHash, dict[BlockHash, _KnownBlock]] = {}
+        self._scopes: dict[BlockHash, CacheScope] = {}
+        self._forgotten_roots: set[BlockHash] = set()
+        self._told: dict[Tenant, dict[BlockHash, _KnownBlock]] = {}
+        """Each tenant's blocks in the order in which they were published: parents first."""
+        self._unread: dict[BlockHash, None] = {}
+        """Blocks whose tokens must be read, in order."""
+        self._unlisted: dict[tuple[BlockHash, KvTier], None] = {}
+        """Blocks that were known before the current listing and that it has not named yet."""
+        self.untold_total = 0
+        """Blocks that were not published because the mirror was full."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def apply(self, changes: Iterable[Change]) -> Iterator[KvEvent]:
+        """Apply changes in order; yield the events for subscribers."""
+        for change in changes:
+            if isinstance(change, Came):
+                yield from self._came(change)
+            elif isinstance(change, Left):
+                yield from self._left(change.name, change.tier)
+            elif isinstance(change, RootsKnown):
+                yield from self._roots_known(change)
+            elif isinstance(change, RootForgotten):
+                self._forget_root(change.root)
+            elif isinstance(change, ListingBegan):
+                held = ((each.name, tier) for each in self._known.values() for tier in each.held)
+                self._unlisted = dict.fromkeys(held)
+            elif isinstance(change, ListingEnded):
+                unlisted, self._unlisted = self._unlisted, {}
+                for name, tier in unlisted:
+                    yield from self._left(name, tier)
+
+    def take_unread(self, *, limit: int) -> tuple[BlockHash, ...]:
+        """Return at most `limit` blocks whose tokens must be read; each is returned once."""
+        names = tuple(name for name, _ in zip(self._unread, range(limit), strict=False))
+        for name in names:
+            del self._unread[name]
+        return names
+
+    def put_back(self, names: Iterable[BlockHash]) -> None:
+        """Have the tokens of these blocks read later, if they are still needed."""
+        for name in names:
+            known = self._known.get(name)
+            if known is not None and known.packed is None:
+                self._unread[name] = None
+
+    def learn(self, blocks: Iterable[KnownTokens]) -> Iterator[KvEvent]:
+        """Note the tokens of blocks; yield the events for subscribers."""
+        for block in blocks:
+            known = self._known.get(block.hash)
+            if known is not None and known.packed is None:
+                yield from self._learn(known, block.token_ids, block.extra)
+
+    def told(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
+        """Return what subscribers know now of one tenant's blocks or of all, parents first."""
+        owned = self._told.values() if tenant is None else (self._told.get(tenant, {}),)
+        return [(each.told, each.held) for own in owned for each in own.values() if each.told is not None]
+
+    def told_names(self, tenant: Tenant) -> list[BlockHash]:
+        """Return the names of what subscribers know now of a tenant's blocks, parents first."""
+        return list(self._told.get(tenant, ()))
+
+    def last_told_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
+        """Return the names of the blocks that were published last, parents first."""
+        return list(itertools.islice(reversed(self._told.get(tenant, {})), count))[::-1]
+
+    def told_of(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
+        """Yield what subscribers know of this block, nothing if they do not."""
+        known = self._known.get(name)
+        if known is not None and known.told is not None:
+            yield known.told, known.held
+
+    def _came(self, change: Came) -> Iterator[KvEvent]:
+        if change.token_count != self._block_token_count:
+            return
+        known = self._known.get(change.name)
+        if known is None:
+            if len(self._known) >= self._block_limit:
+                self.untold_total += 1
+                return
+            known = _KnownBlock(change.name, change.parent, change.is_first, None)
+            self._known[change.name] = known
+            self._children.setdefault(change.parent, {})[change.name] = known
+        self._unlisted.pop((change.name, change.tier), None)
+        is_new = change.tier not in known.held
+        if is_new:
+            known.held += (change.tier,)
+        if known.told is not None:
+            if is_new:
+                yield BlockStored(known.told, change.tier)
+        elif change.keys is not None:
+            yield from self._learn(known, *split_keys(change.keys))
+        elif known.packed is None:
+            self._unread[change.name] = None
+
+    def _left(self, name: BlockHash, tier: KvTier) -> Iterator[KvEvent]:
+        known = self._known.get(name)
+        if known is None or tier not in known.held:
+            return
+        self._unlisted.pop((name, tier), None)
+        if known.held == (tier,):
+            yield from self._retract(known)
+            self._forget(known)
+        else:
+            known.held = tuple(other for other in known.held if other is not tier)
+            if known.told is not None:
+                yield BlockRemoved(known.told.hash, tier, known.told.scope.tenant)
+
+    def _forget(self, known: _KnownBlock) -> None:
+        known.held = ()
+        del self._known[known.name]
+        self._unread.pop(known.name, None)
+        siblings = self._children[known.parent]
+        del siblings[known.name]
+        if not siblings:
+            del self._children[known.parent]
+            if known.parent in self._forgotten_roots:
+                self._forgotten_roots.discard(known.parent)
+                del self._scopes[known.parent]
+
+    def _roots_known(self, change: RootsKnown) -> Iterator[KvEvent]:
+        for root, scope in change.scopes:
+            self._forgotten_roots.discard(root)
+            if root not in self._scopes:
+                self._scopes[root] = scope
+                for first in list(self._children.get(root, {}).values()):
+                    yield from self._tell(first)
+
+    def _forget_root(self, root: BlockHash) -> None:
+        """Its blocks stay published while there are any; then the root is forgotten."""
+        if root in self._children:
+            self._forgotten_roots.add(root)
+        else:
+            self._scopes.pop(root, None)
+
+    def _learn(self, known: _KnownBlock, token_ids: tuple[int, ...], extra: bytes) -> Iterator[KvEvent]:
+        if known.packed is None:
+            try:
+                known.images = images_of(extra)
+            except ValueError:
+                return  # not of this version: the block is found by its name alone
+            known.packed = pack_tokens(token_ids)
+            self._unread.pop(known.name, None)
+        yield from self._tell(known)
+
+    def _tell(self, first: _KnownBlock) -> Iterator[KvEvent]:
+        """Publish a block and its descendants, as far as possible."""
+        waiting = deque((first,))
+        while waiting:
+            known = waiting.popleft()
+            block = self._tellable(known)
+            if block is None:
+                continue
+            known.told = block
+            self._told.setdefault(block.scope.tenant, {})[known.name] = known
+            for tier in known.held:
+                yield BlockStored(block, tier)
+            waiting.extend(self._children.get(known.name, {}).values())
+
+    def _tellable(self, known: _KnownBlock) -> KvBlock | None:
+        if known.told is not None or known.packed is None:
+            return None
+        if known.is_first:
+            scope = self._scopes.get(known.parent)
+            if scope is None:
+                return None
+            return KvBlock(cut(known.name), None, known.packed, scope, known.images)
+        above = self._known.get(known.parent)
+        if above is None or above.told is None:
+            return None
+        return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope, known.images)
+
+    def _retract(self, known: _KnownBlock) -> Iterator[KvEvent]:
+        """Remove a block and its descendants, the last ones first."""
+        chain = [known] if known.told is not None else []
+        for each in chain:
+            chain += [child for child in self._children.get(each.name, {}).values() if child.told is not None]
+        for each in reversed(chain):
+            assert each.told is not None
+            tenant = each.told.scope.tenant
+            for tier in each.held:
+                yield BlockRemoved(each.told.hash, tier, tenant)
+            each.told = None
+            own = self._told[tenant]
+            del own[each.name]
+            if not own:
+                del self._told[tenant]

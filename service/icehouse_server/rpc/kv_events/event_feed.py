@@ -1,0 +1,302 @@
+"""Event feed: what happened to blocks, in a channel for all of it and one for each tenant that subscribed.
+
+Owned by the event loop. What is kept for readers that come back or fall behind is bounded over all channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.errors import EventsExpired, EventsLost, Reason
+from icehouse_server.rpc.kv_events.block_mirror import BlockMirror, Held
+from icehouse_server.rpc.kv_events.kv_event_types import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    KvBatch,
+    KvBlock,
+    KvEvent,
+    SnapshotChunk,
+)
+
+
+class EventFeed:
+    """Keeps the latest batches, of about `replay_limit_bytes`.
+
+    Numbers begin at the wall clock's milliseconds. A subscriber that comes back to a restarted server has a
+    number that this one never gave, and is told so, unless more than one batch a millisecond was made.
+    Subscribed tenants have credentials, so there are not many channels.
+    """
+
+    def __init__(self, mirror: BlockMirror, *, replay_limit_bytes: int, clock: Clock) -> None:
+        self._mirror = mirror
+        self._replay_limit_bytes = replay_limit_bytes
+        self._clock = clock
+        self._all = self._channel(None)
+        self._of: dict[Tenant, Channel] = {}
+        self._sharers: collections.deque[tuple[Channel, ...]] = collections.deque()
+        """For each kept batch, the channels that have a part of it."""
+        self.ring_bytes = 0
+        """About how much memory the kept batches take."""
+        self._sinks: list[Callable[[KvBatch], None]] = []
+        self.event_total = 0
+
+    @property
+    def lost_total(self) -> int:
+        """Subscribers that fell too far behind."""
+        return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
+
+    def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
+        """Call `sink` with each batch as it is made; it must not block."""
+        self._sinks.append(sink)
+
+    def publish(self, events: Iterable[KvEvent]) -> None:
+        """Number events and keep them; wake the subscribers of the channels that got some."""
+        touched: dict[Channel, None] = {}
+        for part in parts_of(events):
+            batch = self._all.append(part)
+            sharers = self._share(part)
+            self._keep(batch, sharers)
+            for sink in self._sinks:
+                sink(batch)
+            self.event_total += len(part)
+            touched.update(dict.fromkeys((self._all, *sharers)))
+        for channel in touched:
+            channel.wake()
+
+    def subscribe(self, *, after_number: int, tenant: Tenant | None) -> Subscription:
+        """Return what follows `after_number`, for one tenant or for all; 0 begins with the current state.
+
+        Raises EventsExpired if batches between that number and what is kept are missing.
+        """
+        return self.channel_of(tenant).subscribe(after_number=after_number)
+
+    def channel_of(self, tenant: Tenant | None) -> Channel:
+        """Return the batches of one tenant, from its first subscription on, or of all."""
+        if tenant is None:
+            return self._all
+        channel = self._of.get(tenant)
+        if channel is None:
+            channel = self._of[tenant] = self._channel(tenant)
+        return channel
+
+    def _channel(self, tenant: Tenant | None) -> Channel:
+        state = functools.partial(self._mirror.told, tenant)
+        return Channel(state, number=int(self._clock.wall() * 1000), clock=self._clock)
+
+    def _share(self, events: Iterable[KvEvent]) -> tuple[Channel, ...]:
+        """Give each tenant's channel its own part of a batch; return the channels that got one."""
+        if not self._of:
+            return ()
+        parts: dict[Channel, list[KvEvent]] = {}
+        for event in events:
+            assert isinstance(event, BlockStored | BlockRemoved), f"an event of no tenant: {event}"
+            if (channel := self._of.get(event.tenant)) is not None:
+                parts.setdefault(channel, []).append(event)
+        for channel, part in parts.items():
+            channel.append(tuple(part))
+        return tuple(parts)
+
+    def _keep(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
+        self._sharers.append(sharers)
+        self.ring_bytes += size_bytes(batch)
+        while self.ring_bytes > self._replay_limit_bytes and len(self._all) > 1:
+            self.ring_bytes -= size_bytes(self._all.drop_oldest())
+            for channel in self._sharers.popleft():
+                channel.drop_oldest()
+
+
+BATCH_TOKEN_COUNT = 32_768
+"""Tokens of the blocks in one batch: about 100 kB as a message, far below what gRPC clients accept."""
+
+State = list[tuple[KvBlock, Held]]
+
+
+class BlockSnapshot:
+    """The state at a number, cut into batches as they are read; shared by all who begin there."""
+
+    def __init__(self, number: int, time: float, state: State) -> None:
+        self.number = number
+        self.block_count = len(state)
+        self._time = time
+        self._state = state
+        self._size = max(1, BATCH_TOKEN_COUNT // (2 * state[0][0].token_count)) if state else 1
+        self.chunk_count = max(1, -(-len(state) // self._size))
+        self._stored_count = sum(len(held) for _, held in state)
+
+    def chunk(self, index: int) -> KvBatch:
+        """Return one of its batches; their numbers end at the snapshot's own."""
+        events: list[KvEvent] = [] if index else [BlocksCleared()]
+        part = self._state[index * self._size : (index + 1) * self._size]
+        events += (BlockStored(block, tier) for block, held in part for tier in held)
+        about = SnapshotChunk(index, self.chunk_count, self._stored_count)
+        return KvBatch(self.number - self.chunk_count + 1 + index, self._time, tuple(events), about)
+
+    def release(self) -> None:
+        """Free it: what follows it is no longer kept, so nobody can use it."""
+        self._state = []
+
+
+class Channel:
+    """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
+
+    A subscription is only a place in a channel: one that stalls costs nobody anything, and learns that it is
+    too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers say
+    nothing of the others.
+    """
+
+    def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
+        self._state_of_now = state
+        self._clock = clock
+        self.last_number = number
+        """The number of the latest batch; before the first one, the number before it."""
+        self._ring: collections.deque[KvBatch] = collections.deque()
+        self._changed = asyncio.Event()
+        self._snapshots: weakref.WeakSet[BlockSnapshot] = weakref.WeakSet()
+        self._latest: BlockSnapshot | None = None
+        self._event_count = 0
+        """Events since the latest snapshot."""
+        self.lost_total = 0
+        """Subscribers that fell too far behind."""
+
+    def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
+        """Number events and keep them; `wake` tells those who wait."""
+        self.last_number += 1
+        batch = KvBatch(self.last_number, self._clock.wall(), events)
+        self._ring.append(batch)
+        self._event_count += len(events)
+        return batch
+
+    def drop_oldest(self) -> KvBatch:
+        """Drop the oldest batch, and snapshots that it follows."""
+        dropped = self._ring.popleft()
+        for snapshot in list(self._snapshots):
+            if snapshot.number < dropped.sequence_number:
+                self._snapshots.discard(snapshot)
+                snapshot.release()
+                if snapshot is self._latest:
+                    self._latest = None
+        return dropped
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def wake(self) -> None:
+        """Have those who wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return when somebody is to look again."""
+        await self._changed.wait()
+
+    def subscribe(self, *, after_number: int) -> Subscription:
+        """Return what follows `after_number`; 0 begins with the state.
+
+        Raises EventsExpired if batches between that number and what is kept are missing.
+        """
+        if not after_number:
+            snapshot = self._snapshot()
+            return Subscription(self, snapshot.number, snapshot)
+        self.require(after_number, began=False)
+        return Subscription(self, after_number, None)
+
+    def after(self, number: int) -> KvBatch | None:
+        """Return the batch after this number, None if there is none yet; raises EventsLost."""
+        if number == self.last_number:
+            return None
+        self.require(number, began=True)
+        return self._ring[number + 1 - self._ring[0].sequence_number]
+
+    def require(self, number: int, *, began: bool) -> None:
+        """Raise if the batch after this number is not kept: EventsLost, or EventsExpired at the beginning."""
+        first = self._ring[0].sequence_number if self._ring else self.last_number + 1
+        if first - 1 <= number <= self.last_number:
+            return
+        detail = (
+            f"the events after number {number} are not kept, those of {first} to {self.last_number} are; "
+            "forget what was told and subscribe from 0"
+        )
+        numbers = {"number": number, "first_number": first, "last_number": self.last_number}
+        if began:
+            self.lost_total += 1
+            raise EventsLost(Reason.EVENTS_LOST, detail, metadata=numbers)
+        raise EventsExpired(Reason.EVENTS_EXPIRED, detail, metadata=numbers)
+
+    def _snapshot(self) -> BlockSnapshot:
+        """Return a snapshot whose following events are kept.
+
+        A new one is taken when more events have come since than it has blocks. So snapshots cost less than
+        the events did, however many subscribe, and those that slow readers hold together are no larger than
+        what is kept anyway.
+        """
+        if self._latest is None or self._event_count > self._latest.block_count:
+            self._latest = BlockSnapshot(self.last_number, self._clock.wall(), self._state_of_now())
+            self._snapshots.add(self._latest)
+            self._event_count = 0
+        return self._latest
+
+
+class Subscription:
+    """One reader of a channel."""
+
+    def __init__(self, channel: Channel, number: int, snapshot: BlockSnapshot | None) -> None:
+        self._channel = channel
+        self._number = number
+        self._snapshot = snapshot
+        self._index = 0
+
+    def take(self) -> KvBatch | None:
+        """Return the next batch; raises EventsLost."""
+        if self._snapshot is not None:
+            return self._take_chunk(self._snapshot)
+        batch = self._channel.after(self._number)
+        if batch is not None:
+            self._number = batch.sequence_number
+        return batch
+
+    async def wait(self) -> None:
+        """Return when it is time to look again."""
+        await self._channel.wait()
+
+    def _take_chunk(self, snapshot: BlockSnapshot) -> KvBatch:
+        self._channel.require(snapshot.number, began=True)
+        chunk = snapshot.chunk(self._index)
+        self._index += 1
+        if self._index == snapshot.chunk_count:
+            self._snapshot = None
+        return chunk
+
+
+def size_bytes(batch: KvBatch) -> int:
+    """Return about how much memory a batch takes."""
+    blocks = [event.block for event in batch.events if isinstance(event, BlockStored)]
+    size = sum(len(block.packed_token_ids) + _IMAGE_BYTES * len(block.images) for block in blocks)
+    return size + _EVENT_BYTES * (1 + len(batch.events))
+
+
+def parts_of(events: Iterable[KvEvent]) -> Iterator[tuple[KvEvent, ...]]:
+    """Yield the events in parts that make messages of a modest size."""
+    part: list[KvEvent] = []
+    token_count = 0
+    for event in events:
+        added = event.block.token_count if isinstance(event, BlockStored) else 0
+        if part and (token_count + added > BATCH_TOKEN_COUNT or len(part) >= _BATCH_EVENT_COUNT):
+            yield tuple(part)
+            part, token_count = [], 0
+        part.append(event)
+        token_count += added
+    if part:
+        yield tuple(part)
+
+
+_BATCH_EVENT_COUNT = 1024
+_EVENT_BYTES = 200
+"""What an event takes in memory beside its tokens, about."""
+_IMAGE_BYTES = 200

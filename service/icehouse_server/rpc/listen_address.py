@@ -1,0 +1,298 @@
+"""Listening addresses: binding them, checking that they are safe, and gRPC's options for connections."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig
+from icehouse_server.errors import Reason, StartError
+
+_logger = logging.getLogger("icehouse_server.rpc.address")
+
+UDS_PATH_BYTE_LIMIT = 103
+"""sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
+_LINK_LIMIT = 40
+"""Links in a path that Linux follows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SocketFile:
+    """A Unix socket in the file system, distinguished from another one of the same name."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def at(cls, path: Path) -> SocketFile:
+        """Return the one that is there now."""
+        found = path.lstat()
+        return cls(path, found.st_dev, found.st_ino)
+
+    def remove(self) -> None:
+        """Remove it unless another server has its own socket at this name by now."""
+        with contextlib.suppress(FileNotFoundError):
+            if SocketFile.at(self.path) == self:
+                self.path.unlink()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a server listens."""
+
+    address: str
+    """As clients write it."""
+    socket_file: SocketFile | None = None
+    """To be removed after the stop."""
+
+
+def bind(
+    server: grpc.aio.Server,
+    config: ServerConfig,
+    security: SecurityConfig,
+    *,
+    credentials: grpc.ServerCredentials | None,
+) -> Bound:
+    """Bind the configured address; raises StartError.
+
+    `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
+    """
+    if config.uds is not None:
+        return _bind_uds(server, Path(config.uds).expanduser())
+    check_address(config, security)
+    if missing := _missing_at(config, security):
+        _logger.warning("door_left_open", extra={"host": config.host, "missing": missing})
+    return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; an unknown name counts as reachable by others."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def check_address(config: ServerConfig, security: SecurityConfig) -> None:
+    """Raise StartError for an address that others can reach without TLS or credentials, unless that is
+    allowed."""
+    missing = _missing_at(config, security)
+    if not missing or security.allow_insecure_public:
+        return
+    raise StartError(
+        Reason.ADDRESS_INSECURE,
+        f"{config.host} can be reached from other machines, and this server lacks {missing}; "
+        "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
+        metadata={"host": config.host},
+    )
+
+
+def check_free(config: ServerConfig) -> None:
+    """Raise StartError for an address that cannot be bound: it is in use, or the system refuses.
+
+    Binds nothing, so it may be taken by the time the server binds it.
+    """
+    if config.uds is not None:
+        _check_socket(Path(config.uds).expanduser())
+    elif _try_to_listen(host=config.host, port=config.port) is not None:
+        raise _tcp_error(host=config.host, port=config.port)
+
+
+def _missing_at(config: ServerConfig, security: SecurityConfig) -> str:
+    """Return what the address lacks; nothing if only this machine can reach it."""
+    if config.uds is not None or is_loopback(config.host):
+        return ""
+    missing = []
+    if security.tls_certificate is None:
+        missing.append("TLS (--tls-certificate, --tls-key)")
+    if not security.authenticates:
+        missing.append("callers that prove who they are (--token-file or --tls-client-ca)")
+    return " and ".join(missing)
+
+
+def _bind_tcp(
+    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> str:
+    shown_host = f"[{host}]" if ":" in host else host
+    address = f"{shown_host}:{port}"
+    try:
+        if credentials is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _tcp_error(host=host, port=port) from error
+    return f"{shown_host}:{bound_port}"
+
+
+def _tcp_error(*, host: str, port: int) -> StartError:
+    # gRPC says only that it failed, so the system is asked why.
+    cause = _try_to_listen(host=host, port=port)
+    if cause is not None and cause.errno == errno.EACCES:
+        what = f"port {port} needs privileges that this process lacks; choose one above 1023 with --port"
+    elif cause is None or cause.errno == errno.EADDRINUSE:
+        what = (
+            f"port {port} on {host} is taken by another process; stop it, or choose another port with "
+            "--port (0 picks a free one)"
+        )
+    else:
+        why = cause.strerror or cause
+        what = f"cannot listen on {host} port {port}: {why}; choose another address with --host"
+    return StartError(Reason.ADDRESS_IN_USE, what, metadata={"host": host, "port": port})
+
+
+def _try_to_listen(*, host: str, port: int) -> OSError | None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return error
+    return None
+
+
+def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+    # At its stop gRPC removes whatever is at the name that it bound, also another server's socket. So it gets
+    # a name of its own, and never the one that clients know.
+    own_path = path.with_name(f".{secrets.token_hex(2)}")
+    size_bytes = max(len(os.fsencode(path)), len(os.fsencode(own_path)))
+    if size_bytes > UDS_PATH_BYTE_LIMIT:
+        raise _uds_error(path, f"its path has {size_bytes} bytes, the limit is {UDS_PATH_BYTE_LIMIT}")
+    _prepare_folder(path)
+    _check_socket(path)
+    # The socket's permissions are the credentials of its peers: only its owner may connect, and the mask
+    # makes that true from the first moment. gRPC says no more about such a peer: its auth context has no user
+    # id.
+    old_mask = os.umask(stat.S_IRWXG | stat.S_IRWXO | stat.S_IXUSR)
+    try:
+        server.add_insecure_port(f"unix:{own_path}")
+        own_path.replace(path)
+    except (RuntimeError, OSError) as error:
+        raise _uds_error(path, "the system refused it; is the folder writable?") from error
+    finally:
+        os.umask(old_mask)
+    return Bound(f"unix:{path}", SocketFile.at(path))
+
+
+def _check_socket(path: Path) -> None:
+    if not path.exists():
+        return
+    # gRPC would silently replace the socket of a running server.
+    if not path.is_socket():
+        raise _uds_error(path, "a file that is no socket is there")
+    if _somebody_listens(path):
+        raise _uds_error(path, "another server listens there")
+
+
+def _prepare_folder(path: Path) -> None:
+    """Make the socket's folder if it is missing, and refuse one in which others could replace the socket."""
+    folder = path.parent
+    if not os.path.lexists(folder) and folder.parent.is_dir():
+        folder.mkdir(mode=stat.S_IRWXU)
+    if not folder.is_dir():
+        raise _uds_error(path, f"the folder {folder} does not exist")
+    for passed in _folders_on_way(folder.absolute()):
+        found = passed.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            raise _uds_error(
+                path, f"the folder {passed} belongs to user {found.st_uid}, who could swap the socket"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+            raise _uds_error(path, f"others may write the folder {passed} and so could swap the socket")
+
+
+def _folders_on_way(folder: Path) -> Iterator[Path]:
+    """Yield each folder on the way to an existing one, including those of links, and the folder itself:
+    whoever may write one of them decides where the path leads."""
+    left, reached, link_count = list(reversed(folder.parts[1:])), Path(folder.anchor), 0
+    while True:
+        yield reached
+        if not left:
+            return
+        following = reached / left.pop()
+        if following.is_symlink() and link_count < _LINK_LIMIT:
+            link_count += 1
+            target = Path(os.readlink(following))
+            left += [part for part in reversed(target.parts) if part != target.anchor]
+            reached = Path(target.anchor) if target.is_absolute() else reached
+        else:
+            # The system decides where ".." leads, not the folder written before it.
+            reached = following.resolve()
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            # Refused: a killed server left its socket file behind.
+            return False
+    return True
+
+
+def _uds_error(path: Path, what: str) -> StartError:
+    return StartError(
+        Reason.ADDRESS_IN_USE,
+        f"cannot listen on the socket {path}: {what}; choose another path with --uds",
+        metadata={"uds": path},
+    )
+
+
+_PENDING_CALL_LIMIT = 1 << 14
+"""Of 32 connections at their stream limit; refusing 1,170 calls took 0.4 s (2-core x86)."""
+
+_UNLIMITED_MS = 2**31 - 1
+"""What gRPC takes for "never"."""
+
+
+def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[tuple[str, int]]:
+    """Return the arguments of the one server."""
+    return [
+        ("grpc.max_receive_message_length", server.max_message_bytes),
+        # Answers are as long as the request allowed: the tokens of a long prompt, a long output.
+        ("grpc.max_send_message_length", -1),
+        # Otherwise Linux lets two servers share a port, and each gets half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_channelz", int(server.channelz_enabled)),
+        ("grpc.max_allowed_incoming_connections", connection.connection_limit),
+        ("grpc.max_concurrent_streams", connection.stream_limit),
+        # Calls of everybody that have arrived and were not taken up yet. Beyond the first limit gRPC ends
+        # some at random, beyond the second all. One caller's burst must not do that; such calls are refused
+        # in order.
+        ("grpc.server.max_pending_requests", _PENDING_CALL_LIMIT),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALL_LIMIT),
+        # From half of the hard limit on, the soft limit refuses calls at random. One limit is enough.
+        ("grpc.max_metadata_size", connection.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),
+        # Notice a caller whose machine has vanished: its request takes memory.
+        ("grpc.keepalive_time_ms", _ms(connection.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _ms(connection.keepalive_timeout_s)),
+        # Gateways ping every 10 s, with or without calls, and gRPC's own limit of 5 minutes would cut them
+        # off. The third ping that comes too fast ends the connection with too_many_pings.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(connection.min_ping_interval_s)),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.max_connection_idle_ms", _ms(connection.idle_s) or _UNLIMITED_MS),
+        ("grpc.max_connection_age_ms", _ms(connection.max_age_s) or _UNLIMITED_MS),
+        ("grpc.max_connection_age_grace_ms", _ms(connection.max_age_grace_s)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1000), _UNLIMITED_MS)

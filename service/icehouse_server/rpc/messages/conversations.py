@@ -1,0 +1,373 @@
+"""Conversations and tools, from messages to domain data. Every refusal names its field. Pure functions."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+from icehouse.v1 import prompt_pb2, tool_pb2
+
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageDetail,
+    ImageSource,
+    PlacedImage,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    with_result_images_in_user_turns,
+)
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
+from icehouse_server.rpc.messages.proto_map import enum_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_COUNT_LIMIT = 4096
+PART_COUNT_LIMIT = 256
+"""Parts of one message, and tool calls of one."""
+TOOL_COUNT_LIMIT = 128
+TOOL_BYTES_LIMIT = 1 << 20
+"""Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
+TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+_SHOWING_ROLES = ("user", "tool")
+
+
+def conversation_of(
+    chat: prompt_pb2.ChatPrompt,
+    *,
+    tools: Sequence[tool_pb2.Tool],
+    choice: tool_pb2.ToolChoice | None,
+    info: ModelInfo,
+) -> Conversation:
+    """Return the conversation; raises InvalidRequest."""
+    if not info.has_chat_template:
+        raise InvalidRequest(
+            Reason.CHAT_TEMPLATE_MISSING,
+            f"the model {info.model_id!r} has no chat template; send `text` or `tokens` instead",
+            field="chat",
+        )
+    if not chat.messages:
+        raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
+    _check_count(len(chat.messages), MESSAGE_COUNT_LIMIT, what="messages", field="chat.messages")
+    messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
+    offered = tools_of(tools)
+    conversation = Conversation(
+        messages=with_result_images_in_user_turns(messages),
+        tools=offered,
+        tool_choice=_choice_of(choice, offered),
+        template_arguments=_arguments_of(chat.template_arguments),
+        adds_generation_prompt=(
+            chat.add_generation_prompt
+            if chat.HasField("add_generation_prompt")
+            else not chat.continue_final_message
+        ),
+        continues_final_message=chat.continue_final_message,
+    )
+    _check_end(conversation)
+    return conversation
+
+
+def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
+    """Refuse tools, or a tool choice, with a prompt that is no conversation."""
+    if tools:
+        raise _bad_tool(
+            f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`", field="tools"
+        )
+    _choice_of(choice, ())
+
+
+def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
+    """Return the tools on offer; raises InvalidRequest."""
+    if len(protos) > TOOL_COUNT_LIMIT:
+        raise InvalidRequest(
+            Reason.TOOL_INVALID,
+            f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be",
+            field="tools",
+            metadata={"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT},
+        )
+    size = sum(len(proto.parameters_json) + len(proto.description) for proto in protos)
+    if size > TOOL_BYTES_LIMIT:
+        raise InvalidRequest(
+            Reason.TOOL_INVALID,
+            f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be",
+            field="tools",
+            metadata={"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT},
+        )
+    tools: dict[str, Tool] = {}
+    for index, proto in enumerate(protos):
+        field = f"tools[{index}]"
+        if TOOL_NAME_PATTERN.fullmatch(proto.name) is None:
+            wanted = "1 to 64 of A-Z a-z 0-9 _ . -"
+            raise _bad_tool(
+                f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name"
+            )
+        if proto.name in tools:
+            raise _bad_tool(
+                f"{field}.name is {proto.name!r}, and so is an earlier tool's; names are unique",
+                field=f"{field}.name",
+            )
+        schema = _schema_of(proto, field)
+        tools[proto.name] = Tool(proto.name, proto.description, schema, is_strict=proto.strict)
+    return tuple(tools.values())
+
+
+def _schema_of(proto: tool_pb2.Tool, field: str) -> Mapping[str, Any]:
+    if not proto.parameters_json:
+        return {"type": "object", "properties": {}}
+    try:
+        return _object_of(proto.parameters_json)
+    except ValueError as error:
+        raise _bad_tool(
+            f"{field}.parameters_json {error}; send a JSON schema", field=f"{field}.parameters_json"
+        ) from None
+
+
+def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
+    if proto is None:
+        return ToolChoice()
+    mode = enum_of(proto.mode, tool_pb2.ToolChoiceMode, ToolMode, unset=ToolMode.AUTO)
+    if mode is None:
+        raise _bad_choice(
+            f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
+        )
+    offered_names = {tool.name for tool in tools}
+    for index, name in enumerate(proto.allowed):
+        if mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
+            wanted = "TOOL_CHOICE_MODE_AUTO or TOOL_CHOICE_MODE_REQUIRED"
+            raise _bad_choice(f"tool_choice.allowed is set; it needs the mode {wanted}", "allowed")
+        if name not in offered_names:
+            raise _bad_choice(
+                f"tool_choice.allowed[{index}] is {shown(name)}; it is none of the tools offered",
+                f"allowed[{index}]",
+            )
+    is_parallel = proto.parallel_tool_calls or not proto.HasField("parallel_tool_calls")
+    if mode is not ToolMode.NAMED:
+        if proto.name:
+            wanted = "TOOL_CHOICE_MODE_NAMED"
+            raise _bad_choice(f"tool_choice.name is {shown(proto.name)}; it needs the mode {wanted}", "name")
+        if mode is ToolMode.REQUIRED and not tools:
+            raise _bad_choice("a tool call is required, but no tool is offered; send `tools`", "mode")
+        return ToolChoice(mode, allowed=frozenset(proto.allowed), is_parallel=is_parallel)
+    if proto.name not in offered_names:
+        offered = shown(", ".join(tool.name for tool in tools)) if tools else "none"
+        raise _bad_choice(
+            f"tool_choice.name is {shown(proto.name)}; it is none of the tools offered: {offered}", "name"
+        )
+    return ToolChoice(mode, proto.name, is_parallel=is_parallel)
+
+
+def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) -> ChatMessage:
+    field = f"chat.messages[{index}]"
+    role = message.role
+    if role not in ROLES:
+        raise _bad_chat(
+            f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
+        )
+    content, images = _content_of(message, field, info)
+    for name in ("reasoning", "tool_calls", "token_ids"):
+        if role != "assistant" and getattr(message, name):
+            raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
+    if role != "tool" and message.tool_call_id:
+        raise _bad_chat(
+            f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id"
+        )
+    _check_count(len(message.tool_calls), PART_COUNT_LIMIT, what="calls", field=f"{field}.tool_calls")
+    limit = info.context_token_limit
+    _check_count(len(message.token_ids), limit, what="tokens", field=f"{field}.token_ids")
+    check_token_ids(message.token_ids, info, field=f"{field}.token_ids")
+    return ChatMessage(
+        role=role,
+        content=content,
+        images=images,
+        name=message.name if message.HasField("name") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            _call_of(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ),
+        tool_call_id=message.tool_call_id,
+        token_ids=tuple(message.token_ids),
+    )
+
+
+def _content_of(
+    message: prompt_pb2.ChatMessage, field: str, info: ModelInfo
+) -> tuple[str, tuple[PlacedImage, ...]]:
+    """Return a message's text, and its images at their places in it."""
+    if not message.parts:
+        return message.content, ()
+    if message.content:
+        raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
+    _check_count(len(message.parts), PART_COUNT_LIMIT, what="parts", field=f"{field}.parts")
+    text = ""
+    images: list[PlacedImage] = []
+    for index, part in enumerate(message.parts):
+        kind, place = part.WhichOneof("part"), f"{field}.parts[{index}]"
+        if kind == "text":
+            text += part.text
+        elif kind == "image":
+            images.append(PlacedImage(len(text), _image_of(part.image, message.role, info, f"{place}.image")))
+        else:
+            raise _bad_chat(f"{place} has neither text nor an image", field=place)
+    return text, tuple(images)
+
+
+def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: str) -> ImageSource:
+    if not info.sees_images:
+        raise InvalidRequest(
+            Reason.IMAGES_UNSUPPORTED,
+            f"{field} is an image; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
+            field=field,
+            metadata={"architecture": info.architecture},
+        )
+    if role not in _SHOWING_ROLES:
+        raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" and "tool"', field=field)
+    detail = enum_of(image.detail, prompt_pb2.ImageDetail, ImageDetail, unset=ImageDetail.AUTO)
+    if detail is None:
+        raise _bad_image(
+            f"{field}.detail is {int(image.detail)}; it is no ImageDetail of this API",
+            field=f"{field}.detail",
+        )
+    source = image.WhichOneof("source")
+    if source == "data" and image.data:
+        return ImageSource(image.data, image.media_type, field, detail=detail)
+    if source == "uri" and image.uri[:5].lower() == "data:":
+        return _from_data_uri(image, field, detail)
+    if source == "uri" and image.uri:
+        return ImageSource(b"", image.media_type, field, image.uri, detail)
+    at = f"{field}.uri" if source == "uri" else field
+    raise _bad_image(f"{field} has neither data nor a URI", field=at)
+
+
+def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
+    """Return the file in a data URI (RFC 2397); base64 is read as leniently as in browsers."""
+    head, comma, body = image.uri.partition(",")
+    told, *options = head[len("data:") :].split(";")
+    if not comma or not options or options[-1].strip().lower() != "base64":
+        shape = "data:image/png;base64,..."
+        raise _bad_image(f"{field}.uri is {shown(image.uri[:40])}; it must be {shape}", field=f"{field}.uri")
+    try:
+        data = _from_base64(body)
+    except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
+        raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
+    if not data:
+        raise _bad_image(f"{field}.uri has no data behind its comma", field=f"{field}.uri")
+    return ImageSource(data, image.media_type or told.strip(), field, detail=detail)
+
+
+def _from_base64(text: str) -> bytes:
+    """Return the bytes; line breaks and missing padding are accepted."""
+    if "%" in text:
+        text = urllib.parse.unquote(text, errors="strict")
+    encoded = b"".join(text.encode("ascii").split())
+    if b"=" not in encoded:
+        encoded += b"=" * (-len(encoded) % 4)
+    return base64.b64decode(encoded, validate=True)
+
+
+def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
+    if not call.name:
+        raise _bad_chat(f"{field}.name is empty; a call names its tool", field=f"{field}.name")
+    made = ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
+    try:
+        _object_of(made.arguments_json)
+    except _NoObject:
+        return made  # a model wrote it, and may have written it badly
+    except ValueError as error:
+        raise _bad_chat(f"{field}.arguments_json {error}", field=f"{field}.arguments_json") from None
+    return made
+
+
+def _arguments_of(struct: Struct) -> dict[str, Any]:
+    """Return the template's arguments; sorted, since a Struct's keys have no order."""
+    try:
+        arguments = _settled(MessageToDict(struct))
+    except ValueError:
+        field = "chat.template_arguments"
+        raise _bad_chat(f"{field} has a number that is not finite, which JSON has not", field=field) from None
+    assert isinstance(arguments, dict), "a Struct is an object"
+    return arguments
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _settled(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_settled(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _check_count(count: int, limit: int, *, what: str, field: str) -> None:
+    if count > limit:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            f"{field} has {count} {what}; at most {limit} may be",
+            field=field,
+            metadata={"field": field, "count": count, "limit": limit},
+        )
+
+
+def _check_end(conversation: Conversation) -> None:
+    """Refuse options for the prompt's end that exclude each other."""
+    last = conversation.messages[-1]
+    if conversation.continues_final_message:
+        field = "chat.continue_final_message"
+        if conversation.adds_generation_prompt:
+            raise _bad_chat("add_generation_prompt and continue_final_message are both set", field=field)
+        if last.role != "assistant" or not (last.content or last.reasoning) or last.tool_calls:
+            raise _bad_chat(
+                f"the last message, of {last.role!r}, cannot be continued; it must be an assistant's with "
+                "content or reasoning and without tool calls",
+                field=field,
+            )
+    if conversation.tool_choice.is_forced and not conversation.adds_generation_prompt:
+        raise _bad_choice("a call is forced, but the prompt does not end with a new turn", "mode")
+
+
+class _NoObject(ValueError):
+    """A text that is no JSON object."""
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    """Return the JSON object; raises ValueError that says what the text is instead."""
+    try:
+        parsed = json.loads(text)
+        # JSON can contain half of a surrogate pair, which cannot be encoded.
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        raise _NoObject(f"is no JSON: {error.msg} at character {error.pos}") from None
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair in it") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    if not isinstance(parsed, dict):
+        raise _NoObject(f"is no JSON object but a {type(parsed).__name__}")
+    return parsed
+
+
+def _bad_chat(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata={"field": field})
+
+
+def _bad_image(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.IMAGE_INVALID, message, field=field)
+
+
+def _bad_tool(message: str, *, field: str) -> InvalidRequest:
+    return InvalidRequest(Reason.TOOL_INVALID, message, field=field, metadata={"field": field})
+
+
+def _bad_choice(message: str, field: str) -> InvalidRequest:
+    field = f"tool_choice.{field}"
+    return InvalidRequest(Reason.TOOL_CHOICE_INVALID, message, field=field, metadata={"field": field})

@@ -1,0 +1,249 @@
+"""Field checks: fields of request messages to domain data. Each refusal names its field. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from google.protobuf.duration_pb2 import Duration
+from icehouse.v1 import cache_policy_pb2, logprobs_pb2
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import CacheUse, LogprobsWanted
+from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.messages.proto_map import enum_of
+
+TENANT_BYTE_LIMIT = 128
+PRIORITY_LIMIT = 100
+TOP_LOGPROB_COUNT_LIMIT = 20
+STOP_TOKEN_COUNT_LIMIT = 128
+WATCH_INTERVAL_RANGE_S = (0.1, 3600.0)
+DEFAULT_WATCH_INTERVAL_S = 1.0
+DEFAULT_PAGE_SIZE = 100
+PAGE_SIZE_LIMIT = 1000
+
+_SHOWN_LENGTH_LIMIT = 80
+_LISTED_LIMIT = 16
+
+
+def shown(value: object) -> str:
+    """Return a caller's value for a message: quoted if text, and at most one line long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_LENGTH_LIMIT else text[: _SHOWN_LENGTH_LIMIT - 1] + "…"
+
+
+def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> NoReturn:
+    """Raise PARAMETER_OUT_OF_RANGE for `field`; `wanted` is the range in words, `unit` what is counted."""
+    raise InvalidRequest(
+        Reason.PARAMETER_OUT_OF_RANGE,
+        f"{field} is {shown(value)}{' ' if unit else ''}{unit}; it must be {wanted}",
+        field=field,
+        metadata={"field": field, "value": value, "wanted": wanted, **({"unit": unit} if unit else {})},
+    )
+
+
+def check_model(model_id: str, info: ModelInfo) -> None:
+    """Accept the served model's id and the empty one; raises NotFound for any other."""
+    if model_id and model_id != info.model_id:
+        raise NotFound(
+            Reason.MODEL_NOT_FOUND,
+            f"model {shown(model_id)} is not served here; use {info.model_id!r} or leave `model` empty",
+            field="model",
+            metadata={"model": model_id, "served_model": info.model_id},
+        )
+
+
+def check_adapter(name: str, info: ModelInfo) -> None:
+    """Accept an adapter that is served and the empty name; raises NotFound for any other."""
+    served = [adapter.name for adapter in info.adapters]
+    if name and name not in served:
+        known = ", ".join(served[:_LISTED_LIMIT])
+        raise NotFound(
+            Reason.ADAPTER_NOT_FOUND,
+            f"adapter {shown(name)} is not served here; leave `adapter` empty or name one of the "
+            f"{len(served)} that ListModels shows: {known or 'none'}",
+            field="adapter",
+            metadata={"adapter": name, "served_adapters": known, "served_count": len(served)},
+        )
+
+
+def request_name_of(request_id: str, *, generated: str) -> str:
+    """Return the caller's request id, or `generated` when there is none."""
+    if not request_id:
+        return generated
+    if CALLER_NAME_PATTERN.fullmatch(request_id) is None:
+        refuse_value("request_id", request_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
+    return request_id
+
+
+def session_id_of(session_id: str) -> str:
+    """Return the caller's name for a conversation; raises InvalidRequest for one that could not be logged."""
+    if CALLER_NAME_PATTERN.fullmatch(session_id) is None:
+        refuse_value("session_id", session_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
+    return session_id
+
+
+def max_output_tokens_of(value: int, config: ServerConfig) -> int:
+    """Return how many tokens to generate at most, within the server's limit; 0 asks for the default.
+
+    A larger number is not refused: clients send one to any server, and the context may end an output earlier
+    as well.
+    """
+    if value < 0:
+        refuse_value("max_output_tokens", value, "1 or more, or absent")
+    return min(value or config.default_max_output_tokens, config.max_output_tokens_limit)
+
+
+def max_reasoning_tokens_of(value: int, config: ServerConfig) -> int:
+    """Return how many tokens the model may think with at most."""
+    if value < 0:
+        refuse_value("max_reasoning_tokens", value, "0 or more, or absent")
+    return min(value, config.max_output_tokens_limit)
+
+
+def completions_of(value: int, config: ServerConfig) -> int:
+    """Return how many outputs to generate; 0 asks for one."""
+    if not 0 <= value <= config.max_completions:
+        refuse_value("completions", value, f"1 to {config.max_completions}, or absent")
+    return value or 1
+
+
+def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
+    """Return the stop strings without repetitions."""
+    check_stop_count(len(stop), config, field="stop")
+    for index, text in enumerate(stop):
+        size_bytes = len(text.encode("utf-8"))
+        if not 1 <= size_bytes <= config.max_stop_bytes:
+            refuse_value(
+                f"stop[{index}]",
+                size_bytes,
+                f"1 to {config.max_stop_bytes} bytes long in UTF-8",
+                unit="bytes",
+            )
+    return tuple(dict.fromkeys(stop))
+
+
+def check_stop_count(count: int, config: ServerConfig, *, field: str) -> None:
+    """Refuse more stop strings than a request may have."""
+    if count > config.max_stop_count:
+        refuse_value(field, count, f"at most {config.max_stop_count} strings", unit="strings")
+
+
+def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
+    """Return the tokens that end an output, without repetitions."""
+    check_stop_token_count(len(token_ids), field="stop_token_ids")
+    check_token_ids(token_ids, info, field="stop_token_ids")
+    return tuple(dict.fromkeys(token_ids))
+
+
+def check_stop_token_count(count: int, *, field: str) -> None:
+    """Refuse more stop tokens than a request may have."""
+    if count > STOP_TOKEN_COUNT_LIMIT:
+        refuse_value(field, count, f"at most {STOP_TOKEN_COUNT_LIMIT} tokens", unit="tokens")
+
+
+def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:
+    """Return which log probabilities to send."""
+    if not 0 <= proto.top_count <= TOP_LOGPROB_COUNT_LIMIT:
+        refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
+    if len(proto.token_ids) > TOP_LOGPROB_COUNT_LIMIT:
+        wanted = f"at most {TOP_LOGPROB_COUNT_LIMIT} tokens"
+        refuse_value("logprobs.token_ids", len(proto.token_ids), wanted, unit="tokens")
+    check_token_ids(proto.token_ids, info, field="logprobs.token_ids")
+    return LogprobsWanted(proto.top_count, of_prompt=proto.prompt, token_ids=tuple(proto.token_ids))
+
+
+def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:
+    """Return what may be done with the cache; enum values from a newer API are refused."""
+    use = enum_of(proto.use, cache_policy_pb2.CacheUse, CacheUse, unset=CacheUse.READ_WRITE)
+    if use is None:
+        refuse_value(field, int(proto.use), "a CacheUse of this API version")
+    return use
+
+
+def tenant_of(proto: cache_policy_pb2.CachePolicy, caller: Caller) -> Tenant:
+    """Return the tenant whose blocks may be used; raises Forbidden for another one than the caller's.
+
+    Operators, and everybody if no credentials are required, may name any tenant.
+    """
+    _check_tenant(proto.tenant, field="cache.tenant")
+    if caller.tenant is None:
+        return Tenant(proto.tenant) if proto.tenant else DEFAULT_TENANT
+    if not proto.tenant or proto.tenant == caller.tenant:
+        return caller.tenant
+    if caller.role is Role.OPERATOR:
+        return Tenant(proto.tenant)
+    raise Forbidden(
+        Reason.TENANT_FORBIDDEN,
+        f"cache.tenant is {shown(proto.tenant)}, but the credentials are {caller.tenant!r}'s; leave it empty",
+        field="cache.tenant",
+        metadata={"tenant": caller.tenant, "named_tenant": proto.tenant},
+    )
+
+
+def shared_tenant_of(
+    proto: cache_policy_pb2.CachePolicy, caller: Caller, grants: Mapping[str, frozenset[str] | None]
+) -> Tenant | None:
+    """Return the tenant whose prompts it may also start from; raises Forbidden if that is not granted."""
+    name = proto.shared_prefix_name
+    _check_tenant(name, field="cache.shared_prefix_name")
+    if not name:
+        return None
+    if caller.role is not Role.OPERATOR:
+        granted = grants.get(name, frozenset())
+        if granted is not None and caller.tenant not in granted:
+            raise Forbidden(
+                Reason.SHARED_PREFIX_FORBIDDEN,
+                f"cache.shared_prefix_name is {shown(name)}, which is not shared with {caller.tenant!r}; "
+                "leave it empty, or have an operator share it",
+                field="cache.shared_prefix_name",
+                metadata={"tenant": caller.tenant, "shared_prefix_name": name},
+            )
+    return Tenant(name)
+
+
+def _check_tenant(name: str, *, field: str) -> None:
+    size_bytes = len(name.encode("utf-8"))
+    if size_bytes > TENANT_BYTE_LIMIT:
+        refuse_value(field, size_bytes, f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8", unit="bytes")
+
+
+def priority_of(value: int) -> int:
+    """Return the priority."""
+    if not -PRIORITY_LIMIT <= value <= PRIORITY_LIMIT:
+        refuse_value("priority", value, f"{-PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
+    return value
+
+
+def watch_interval_of(proto: Duration, *, present: bool) -> float:
+    """Return the time between two answers of WatchStats in seconds."""
+    if not present:
+        return DEFAULT_WATCH_INTERVAL_S
+    interval_s = proto.seconds + proto.nanos / 1e9
+    shortest_s, longest_s = WATCH_INTERVAL_RANGE_S
+    if not shortest_s <= interval_s <= longest_s:
+        refuse_value("interval", interval_s, f"{shortest_s:g} s to {longest_s:g} s", unit="s")
+    return interval_s
+
+
+def page_size_of(value: int) -> int:
+    """Return how many entries a page may have; 0 asks for the default."""
+    if not 0 <= value <= PAGE_SIZE_LIMIT:
+        refuse_value("page_size", value, f"0 to {PAGE_SIZE_LIMIT}")
+    return value or DEFAULT_PAGE_SIZE
+
+
+def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:
+    """Refuse an id that the model's vocabulary does not have."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < info.vocabulary_size:
+            place = f"{field}[{index}]"
+            raise InvalidRequest(
+                Reason.TOKEN_OUT_OF_RANGE,
+                f"{place} is {token_id}; token ids of this model are 0 to {info.vocabulary_size - 1}",
+                field=place,
+                metadata={"index": index, "token_id": token_id, "vocabulary_size": info.vocabulary_size},
+            )

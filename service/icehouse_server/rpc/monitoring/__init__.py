@@ -1,1 +1,0 @@
-"""Monitoring: statistics as they are read, polled and reported."""

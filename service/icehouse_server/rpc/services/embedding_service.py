@@ -1,0 +1,112 @@
+"""EmbeddingService: Embed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
+from icehouse.v1 import embedding_service_pb2 as messages
+
+from icehouse_server.domain.call import Operation
+from icehouse_server.domain.events import Finished
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import Pooling, Vector, finished
+from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.prepared import requests_together
+from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
+
+_POOLINGS = {
+    messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
+    messages.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
+    messages.POOLING_MEAN: Pooling.MEAN,
+}
+
+
+_NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
+"""A vector needs every token's hidden state, and nobody continues such a text."""
+
+
+class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
+    """Each input runs through the engine like a prompt without output."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
+        self._prompts = parts.prompts
+
+    async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
+        """Answer with a vector for each input."""
+        async with self._calls.call(context, Operation.EMBEDDINGS) as call:
+            return await self.embed(request, call)
+
+    async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
+        """Return a vector for each input; raises what refuses the request."""
+        model = self._router.require_model()
+        whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
+        dimension_count = self._check(request, model.info)
+        whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
+        inputs = await self._read(request, model, call)
+        order, requests = requests_together(whole, inputs)
+        vectors: dict[int, Vector] = {}
+        total_s = 0.0
+        async with self._generation.run(requests, call=call) as events:
+            async for rank, event in events:
+                if isinstance(event, Finished):
+                    assert event.embedding is not None, "an input ended without its vector"
+                    vectors[order[rank]] = event.embedding
+                    total_s = max(total_s, event.usage.total_s)
+        return messages.EmbedResponse(
+            request_id=whole.name,
+            model=model.info.model_id,
+            embeddings=[
+                messages.Embedding(
+                    values=finished(
+                        vectors[index],
+                        dimension_count=dimension_count,
+                        is_normalized=request.normalize or not request.HasField("normalize"),
+                    ).tolist(),
+                    prompt_tokens=len(inputs[index]),
+                )
+                for index in range(len(inputs))
+            ],
+            prompt_tokens=sum(map(len, inputs)),
+            total_duration=duration_proto(total_s),
+        )
+
+    def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
+        """Refuse what can be refused without the tokenizer; return the number of dimensions."""
+        if not info.embedding_size:
+            raise CannotFit(
+                Reason.EMBEDDING_UNSUPPORTED,
+                f"model {info.model_id!r} ({info.architecture}) shows no hidden states to pool",
+                metadata={"model": info.model_id, "architecture": info.architecture},
+            )
+        limit = self._config.max_embedding_inputs
+        if not 1 <= len(request.inputs) <= limit:
+            refuse_value("inputs", len(request.inputs), f"1 to {limit} inputs", unit="inputs")
+        if request.pooling not in _POOLINGS:
+            refuse_value("pooling", int(request.pooling), "a Pooling of this API version")
+        if not 0 <= request.dimensions <= info.embedding_size:
+            refuse_value("dimensions", request.dimensions, f"1 to {info.embedding_size}, or absent")
+        return request.dimensions or info.embedding_size
+
+    async def _read(
+        self, request: messages.EmbedRequest, model: ServedModel, call: RpcCall
+    ) -> list[tuple[int, ...]]:
+        """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
+        inputs: list[tuple[int, ...]] = []
+        for index, message in enumerate(request.inputs):
+            with names_item(f"inputs[{index}]"):
+                check = functools.partial(input_of, message, message.WhichOneof("input"), model.info)
+                prompt = UncheckedPrompt(check, message.ByteSize())
+                inputs.append((await self._prompts.read(prompt, model)).token_ids)
+        call.prompt_token_count = sum(map(len, inputs))
+        return inputs

@@ -1,0 +1,349 @@
+"""Observation: who watches the calls of one server, its counters, load report and status page."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, load_report_pb2
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
+from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.call import CallRecord
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import (
+    EngineStats,
+    KvEventStats,
+    SampleRates,
+    ServerStats,
+    ServerStatus,
+    Snapshot,
+)
+from icehouse_server.errors import IcehouseError
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.tenants import Tenants
+from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.calls.call_lifecycle import Trailers
+from icehouse_server.rpc.calls.watchers import AccessLog, CallWatcher, SlowRequests, Telemetry
+from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.messages.proto_map import to_proto
+from icehouse_server.rpc.messages.responses import tenant_stats_protos
+
+_UNUSED_INTERVAL_S = 1.0
+"""For a poller that is never started."""
+
+
+class Observation:
+    """Owned by the event loop."""
+
+    def __init__(
+        self, telemetry: Telemetry, *, engine: EnginePort, router: Router, tenants: Tenants, clock: Clock
+    ) -> None:
+        self._has_samples = telemetry.sample_interval_s is not None
+        self._task: asyncio.Task[None] | None = None
+        self._reported: Snapshot | None = None
+        self._load_report = b""
+        """The report of that snapshot: it is encoded once, whatever the number of calls."""
+        slow = SlowRequests(clock)
+        self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=slow, clock=clock)
+        self.poller = StatsPoller(
+            engine=engine,
+            router=router,
+            stats=self.stats,
+            clock=clock,
+            interval_s=telemetry.sample_interval_s or _UNUSED_INTERVAL_S,
+            kv_events=telemetry.kv_events,
+        )
+        self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
+        self._watchers: tuple[CallWatcher, ...] = (slow, *telemetry.calls)
+        self._tracer = telemetry.tracer
+        self._has_load_report = telemetry.has_load_report
+        self._access_log = AccessLog(clock) if telemetry.has_access_log else None
+        self.interceptor = WireInterceptor(telemetry.wire, clock)
+
+    def start(self) -> None:
+        """Begin to sample, if anybody wants samples."""
+        if self._has_samples:
+            self._task = background.start(self.poller.run(), name="sampler")
+
+    async def stop(self) -> None:
+        """Sample no more."""
+        if self._task is not None:
+            await background.end(self._task)
+            self._task = None
+
+    def call_ended(self, record: CallRecord) -> Trailers:
+        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
+        trailers: list[tuple[str, str | bytes]] = []
+        names = self._tracer.trace(record) if self._tracer is not None else None
+        if names is not None:
+            trailers.append(("traceresponse", names.traceresponse))
+        if self._has_load_report and (trailer := self._load_trailer()) is not None:
+            trailers.append(trailer)
+        if self._access_log is not None:
+            self._access_log.write(record, trace_id=names.trace_id if names is not None else "")
+        for watcher in self._watchers:
+            watcher.call_ended(record)
+        return tuple(trailers)
+
+    def _load_trailer(self) -> tuple[str, bytes] | None:
+        """Return the load report as a trailer; None before the engine has told its first counters."""
+        snapshot = self.poller.latest
+        if snapshot.engine is None:
+            return None
+        if snapshot is not self._reported:
+            self._reported = snapshot
+            self._load_report = report_of(snapshot).SerializeToString(deterministic=True)
+        return TRAILER_KEY, self._load_report
+
+
+class StatsPoller:
+    """Polls the engine's counters, so that metrics and load reports never ask. Owned by the event loop; any
+    thread may read `latest`."""
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        router: Router,
+        stats: StatsReader,
+        clock: Clock,
+        interval_s: float,
+        kv_events: Callable[[], KvEventStats] = KvEventStats,
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._stats = stats
+        self._clock = clock
+        self._kv_events = kv_events
+        self.interval_s = interval_s
+        """Also how long the engine may take to answer."""
+        self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
+        """The last sample. A frozen value: reading it from another thread needs no lock."""
+
+    async def run(self) -> None:
+        """Sample now and at every interval, until cancelled."""
+        while True:
+            await self.sample()
+            await asyncio.sleep(self.interval_s)
+
+    async def sample(self) -> None:
+        """Take one sample; if the engine does not answer in time, the last counters stay."""
+        answer: tuple[EngineStats, CacheStats | None] | None = None
+        if self._router.state is EngineState.READY:
+            try:
+                async with asyncio.timeout(self.interval_s):
+                    answer = await self._stats.ask()
+            except (TimeoutError, IcehouseError):
+                answer = None
+        self.latest = self._snapshot(answer)
+
+    def _snapshot(self, answer: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
+        last, now = self.latest, self._clock.monotonic()
+        engine, cache = answer or (last.engine, last.cache)
+        return Snapshot(
+            state=self._router.state,
+            heartbeat_age_s=max(0.0, now - self._engine.heartbeat_time),
+            sample_time=now if answer is not None else last.sample_time,
+            model=self._router.model.info if self._router.model is not None else None,
+            engine=engine,
+            cache=cache,
+            tenants=self._stats.tenants.uses(),
+            kv_events=self._kv_events(),
+            rates=_rates(last, engine, now) if answer is not None else last.rates,
+        )
+
+
+def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRates:
+    elapsed_s = now - last.sample_time
+    if last.engine is None or engine is None or elapsed_s <= 0:
+        return SampleRates()
+    return SampleRates(
+        finished_per_s=(engine.finished_total - last.engine.finished_total) / elapsed_s,
+        failed_per_s=(engine.failed_total - last.engine.failed_total) / elapsed_s,
+        output_tokens_per_s=(engine.output_token_total - last.engine.output_token_total) / elapsed_s,
+    )
+
+
+BLOCK_LIMIT = 1024
+"""Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
+
+_PATIENCE_S = 1.0
+"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
+
+
+class StatusReader:
+    """The status for the status page. Owned by the event loop. Each read is a command to the engine, so
+    callers limit how often they read."""
+
+    def __init__(
+        self, *, engine: EnginePort, router: Router, poller: StatsPoller, slow: SlowRequests, clock: Clock
+    ) -> None:
+        self._cache = EngineCache(engine=engine, router=router)
+        self._router = router
+        self._poller = poller
+        self._slow = slow
+        self._clock = clock
+
+    async def read(self, *, with_tokens: bool = False) -> ServerStatus:
+        """Return the status, without blocks if the engine does not answer in time.
+
+        `with_tokens` adds the tokens of the blocks that the engine has at hand.
+        """
+        blocks = await self._recent_blocks(ListRecent(BLOCK_LIMIT, with_tokens))
+        return ServerStatus(
+            collect_time=self._clock.wall(),
+            snapshot=self._poller.latest,
+            slowest_requests=self._slow.slowest(tenant=None),
+            recent_blocks=blocks,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a status's tokens. Any thread: a loaded model stays."""
+        model = self._router.model
+        assert model is not None, "tokens before a model"
+        return model.tokenizer.decode(token_ids)
+
+    async def _recent_blocks(self, command: ListRecent) -> tuple[RecentBlock, ...] | None:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return (await self._cache.ask(command, RecentBlocks)).blocks
+        except (TimeoutError, IcehouseError):
+            return None
+
+
+TRAILER_KEY = "endpoint-load-metrics-bin"
+
+
+def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
+    """Return the report of a snapshot with counters."""
+    engine, cache = snapshot.engine, snapshot.cache
+    assert engine is not None, "no counters yet"
+    running_count = engine.running_count
+    memory_limit_bytes = engine.memory_limit_bytes
+    named = {
+        "icehouse.waiting": float(engine.waiting_count),
+        "icehouse.decoding": float(engine.decoding_count),
+    }
+    if cache is not None:
+        lookups = cache.lookups
+        reused = lookups.ram_token_total + lookups.ssd_token_total
+        named["icehouse.hit_ratio"] = reused / max(1, reused + lookups.miss_token_total)
+    return load_report_pb2.LoadReport(
+        mem_utilization=engine.active_memory_bytes / memory_limit_bytes if memory_limit_bytes else 0.0,
+        rps_fractional=snapshot.rates.finished_per_s,
+        eps=snapshot.rates.failed_per_s,
+        named_metrics=named,
+        application_utilization=(running_count + engine.waiting_count) / max(1, engine.decoding_limit),
+    )
+
+
+Counters = tuple[EngineStats, CacheStats | None]
+
+_RATE_PER_S = 20.0
+_BURST_COUNT = 64
+
+
+class StatsReader:
+    """Asks the engine for its counters between two steps, for CacheStats and WatchStats. Owned by the event
+    loop."""
+
+    def __init__(
+        self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
+    ) -> None:
+        self._slow = slow
+        self._engine = engine
+        self._router = router
+        self.tenants = tenants
+        self._clock = clock
+        self._asking: asyncio.Future[Counters] | None = None
+        self._next: asyncio.Future[Counters] | None = None
+        self._pace = Pace(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
+        self._latest: Counters | None = None
+        self._told: dict[Tenant | None, _Told] = {}
+        """The answers made of the latest counters, by tenant; None for those who see all."""
+
+    async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+        """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
+
+        Only operators see the whole server's: they would tell one tenant of the others.
+        """
+        return (await self._read(caller)).stats
+
+    async def watched(self, caller: Caller) -> Encoded:
+        """Return them as an encoded WatchStatsResponse, one for all who see the same; raises as `read`."""
+        return (await self._read(caller)).watched
+
+    async def _read(self, caller: Caller) -> _Told:
+        counters = await self.ask()
+        if counters is not self._latest:
+            self._latest, self._told = counters, {}
+        told = self._told.get(caller.scope)
+        if told is None:
+            told = self._told[caller.scope] = _Told(self._response(counters, caller))
+        return told
+
+    def _response(self, counters: Counters, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+        engine, cache = counters
+        is_operator = caller.role is Role.OPERATOR
+        stats = ServerStats(
+            collect_time=self._clock.wall(),
+            engine=engine if is_operator else None,
+            cache=cache if is_operator else None,
+            slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
+        )
+        response = to_proto(stats, inference_service_pb2.CacheStatsResponse)
+        accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
+        response.tenants.extend(tenant_stats_protos(self.tenants, accounts, cache))
+        return response
+
+    async def ask(self) -> Counters:
+        """Return the engine's next counters; raises as `read` does.
+
+        All who come while the engine is being asked share its next answer, and the rate is limited: counting
+        takes longer the more blocks there are, on threads that everybody waits for.
+        """
+        self._router.require_model()
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._ask_after(self._asking))
+            self._next.add_done_callback(_noted)
+        return await asyncio.shield(self._next)
+
+    async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
+        if before is not None:
+            await asyncio.wait((before,), timeout=_PATIENCE_S)
+        # A burst at once, then only so many a second.
+        now = asyncio.get_running_loop().time()
+        if delay_s := self._pace.delay_s("", now=now, longest_s=math.inf):
+            await asyncio.sleep(delay_s)
+        self._asking, self._next = self._next, None
+        return await self._router.ask(self._send)
+
+    def _send(self, reply: Callable[[Counters], None]) -> None:
+        self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+
+
+class _Told:
+    """An answer made of the counters, for all who may see the same."""
+
+    def __init__(self, stats: inference_service_pb2.CacheStatsResponse) -> None:
+        self.stats = stats
+
+    @functools.cached_property
+    def watched(self) -> Encoded:
+        """A WatchStatsResponse."""
+        return Encoded(cache_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
+
+
+def _noted(asked: asyncio.Future[Counters]) -> None:
+    """Retrieve its error, even if everybody who asked has left."""
+    if not asked.cancelled():
+        asked.exception()

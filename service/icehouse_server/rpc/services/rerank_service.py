@@ -1,0 +1,247 @@
+"""RerankService: a query and each document become a prompt, and the first token is the score."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from icehouse.v1 import rerank_service_pb2 as messages
+from icehouse.v1 import rerank_service_pb2_grpc
+
+from icehouse_server.domain.call import Operation
+from icehouse_server.domain.chat import ChatMessage, Conversation
+from icehouse_server.domain.events import Delta, Finished
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
+from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.prepared import requests_together
+from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt, names_item
+
+
+class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
+    """Each document runs through the engine like a prompt with one output token."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._calls = parts.calls
+        self._generation = parts.generation
+        self._router = parts.router
+        self._prompts = parts.prompts
+
+    async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
+        """Answer with the documents, best first."""
+        async with self._calls.call(context, Operation.RERANK) as call:
+            model = self._router.require_model()
+            whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+            form = self._check(request, model)
+            whole = dataclasses.replace(
+                whole,
+                max_output_tokens=1,
+                # An end token is not shown; here it only means that neither answer was the most likely token.
+                sampling=SamplingParams(ignores_end_tokens=True),
+                logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
+            )
+            prompts = await self._read(request, form, model, call)
+            order, requests = requests_together(whole, prompts)
+            log_odds: dict[int, float] = {}
+            cached_token_count, total_s = 0, 0.0
+            async with self._generation.run(requests, call=call) as events:
+                async for rank, event in events:
+                    if isinstance(event, Delta) and event.logprobs:
+                        positive, negative = event.logprobs[0].asked
+                        log_odds[order[rank]] = positive.logprob - negative.logprob
+                    if isinstance(event, Finished):
+                        assert order[rank] in log_odds, "a document ended without its score"
+                        cached_token_count += event.usage.cache.cached_token_count
+                        total_s = max(total_s, event.usage.total_s)
+            best = sorted(log_odds.items(), key=lambda item: (-item[1], item[0]))
+            return messages.RerankResponse(
+                request_id=whole.name,
+                model=model.info.model_id,
+                results=[
+                    messages.RerankResult(
+                        index=index, score=_logistic(odds), log_odds=odds, prompt_tokens=len(prompts[index])
+                    )
+                    for index, odds in best[: request.top_count or None]
+                ],
+                prompt_tokens=sum(map(len, prompts)),
+                cached_tokens=cached_token_count,
+                total_duration=duration_proto(total_s),
+            )
+
+    def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
+        """Refuse what needs no tokenizer to be refused."""
+        limit = self._config.max_rerank_documents
+        if not 1 <= len(request.documents) <= limit:
+            refuse_value("documents", len(request.documents), f"1 to {limit} documents", unit="documents")
+        if request.top_count < 0:
+            refuse_value("top_count", request.top_count, "1 or more, or absent")
+        return form_of(request, model.info)
+
+    async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
+        texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
+        positive, negative = await self._prompts.run(lambda: [model.tokenizer.spell(text) for text in texts])
+        return answers_of(positive, negative, vocabulary_size=model.info.vocabulary_size)
+
+    async def _read(
+        self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: RpcCall
+    ) -> list[tuple[int, ...]]:
+        """Return the tokens of every prompt; raises InvalidRequest that names the document at fault."""
+        prompts: list[tuple[int, ...]] = []
+        for index, document in enumerate(request.documents):
+            with names_item(f"documents[{index}]", names_field=False):
+                prompt = await self._prompts.read(form.unchecked(document), model)
+            # A fault of the form, not of the document.
+            check_begins_with_answer(prompt)
+            prompts.append(prompt.token_ids)
+        call.prompt_token_count = sum(map(len, prompts))
+        return prompts
+
+
+def _logistic(log_odds: float) -> float:
+    # One case for each sign, so that no power overflows.
+    if log_odds >= 0:
+        return 1.0 / (1.0 + math.exp(-log_odds))
+    power = math.exp(log_odds)
+    return power / (1.0 + power)
+
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+DEFAULT_ANSWERS = ("yes", "no")
+
+_DEFAULT_TURNS = messages.RerankTurns(
+    system=(
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    ),
+    user="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+)
+"""The prompt that Qwen3-Reranker was trained with, by its model card; its template adds the rest."""
+
+_FORM_LENGTH_LIMIT = 256 << 10
+_LENGTH_LIMIT = 4 << 20
+"""Characters of one document's prompt; more would not fit into a context of a million tokens."""
+
+_NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
+_PLACES = re.compile(r"\{(instruction|query|document)\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RerankForm:
+    """The request's form with all values but the document. `turns` is None for plain text."""
+
+    turns: messages.RerankTurns | None
+    text: str
+    known: Mapping[str, str]
+
+    def unchecked(self, document: str) -> UncheckedPrompt:
+        """Return the prompt that asks about one document; raises InvalidRequest if it is too long.
+
+        A form may name a place many times, so the length is computed before it is filled.
+        """
+        size = sum(_filled_length(text, self._values(document)) for text in self._texts)
+        if size > _LENGTH_LIMIT:
+            raise InvalidRequest(
+                Reason.PROMPT_TOO_LONG,
+                f"its prompt would have {size} characters; the limit is {_LENGTH_LIMIT}",
+                field="documents",
+                metadata={"length": size, "length_limit": _LENGTH_LIMIT},
+            )
+        return UncheckedPrompt(lambda: self.prompt(document), size)
+
+    @property
+    def _texts(self) -> tuple[str, ...]:
+        return (self.text,) if self.turns is None else (self.turns.system, self.turns.user)
+
+    def _values(self, document: str) -> Mapping[str, str]:
+        return {**self.known, "document": document}
+
+    def prompt(self, document: str) -> Text | Chat:
+        """Return the prompt that asks about one document; raises InvalidRequest for an empty one."""
+        if not document:
+            raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
+        values = self._values(document)
+        if self.turns is None:
+            return Text(_filled(self.text, values))
+        turns = [("system", self.turns.system), ("user", self.turns.user)]
+        said = tuple(ChatMessage(role, _filled(text, values)) for role, text in turns if text)
+        return Chat(Conversation(said, template_arguments=_NO_THINKING))
+
+
+def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
+    """Return how documents are asked about; raises InvalidRequest."""
+    if not request.query:
+        raise InvalidRequest(Reason.PROMPT_EMPTY, "`query` is empty; say what to rank for", field="query")
+    kind = request.WhichOneof("form")
+    known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
+    if kind == "text":
+        _check_places("text", request.text)
+        return RerankForm(None, request.text, known)
+    if not info.has_chat_template:
+        raise InvalidRequest(
+            Reason.CHAT_TEMPLATE_MISSING,
+            f"the model {info.model_id!r} has no chat template; say in `text` how a prompt is made",
+            field="text",
+        )
+    turns = request.turns if kind == "turns" else _DEFAULT_TURNS
+    if not turns.user:
+        refuse_value("turns.user", "", "the user's turn: no conversation is without one")
+    _check_places("turns", f"{turns.system}\n{turns.user}")
+    return RerankForm(turns, "", known)
+
+
+def check_begins_with_answer(prompt: ReadPrompt) -> None:
+    """Refuse a prompt after which the model would reason first."""
+    if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
+        raise InvalidRequest(
+            Reason.CHAT_INVALID,
+            "the model's chat template lets every reply begin with reasoning, so its first token is no "
+            "answer; say in `text` how a prompt is made",
+            field="turns",
+        )
+
+
+def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_size: int) -> tuple[int, int]:
+    """Return the answers' tokens, by their spellings; raises InvalidRequest unless each is one token."""
+    for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
+        if len(spelling) != 1:
+            refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
+        if spelling[0] >= vocabulary_size:
+            refuse_value(field, f"the token {spelling[0]}", "spelled by one token of the model")
+    if positive == negative:
+        refuse_value("negative_answer", "the positive one too", "another token than the positive answer")
+    return positive[0], negative[0]
+
+
+def _check_places(field: str, template: str) -> None:
+    if len(template) > _FORM_LENGTH_LIMIT:
+        refuse_value(field, len(template), f"at most {_FORM_LENGTH_LIMIT} characters", unit="characters")
+    missing = {"query", "document"} - set(_PLACES.findall(template))
+    if missing:
+        wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
+        raise InvalidRequest(
+            Reason.PARAMETER_OUT_OF_RANGE,
+            # The message does not show the form: it is most of a prompt.
+            f"`{field}` must have {wanted} in it",
+            field=field,
+            metadata={"field": field, "wanted": wanted},
+        )
+
+
+def _filled_length(template: str, values: Mapping[str, str]) -> int:
+    """Return the length of the filled template, without filling it."""
+    lengths = ((f"{{{name}}}", len(value)) for name, value in values.items())
+    return len(template) + sum(template.count(place) * (length - len(place)) for place, length in lengths)
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Put values into their places, all at once, so that a value is never taken for a place."""
+    return _PLACES.sub(lambda found: values[found[1]], template)

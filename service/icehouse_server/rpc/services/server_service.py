@@ -1,0 +1,178 @@
+"""ServerService and ModelService: the server, its requests, and the one model that it serves."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from icehouse.v1 import model_service_pb2 as models
+from icehouse.v1 import model_service_pb2_grpc, server_service_pb2_grpc
+from icehouse.v1 import server_service_pb2 as messages
+
+from icehouse_server.config import Config
+from icehouse_server.domain.model import EngineState
+from icehouse_server.rpc.calls.call_lifecycle import Context
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest
+from icehouse_server.rpc.messages.field_checks import (
+    TOP_LOGPROB_COUNT_LIMIT,
+    check_model,
+    page_size_of,
+    refuse_value,
+    request_name_of,
+)
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
+from icehouse_server.rpc.messages.responses import model_proto
+from icehouse_server.rpc.services.generation import ServiceParts
+
+_STATES = {
+    EngineState.LOADING: messages.SERVER_STATE_LOADING,
+    EngineState.READY: messages.SERVER_STATE_READY,
+    EngineState.DRAINING: messages.SERVER_STATE_DRAINING,
+    EngineState.STOPPED: messages.SERVER_STATE_FAILED,
+    EngineState.FAILED: messages.SERVER_STATE_FAILED,
+}
+
+
+class ServerService(server_service_pb2_grpc.ServerServiceServicer):
+    """The server and its requests. Owned by the event loop."""
+
+    def __init__(self, parts: ServiceParts, server: messages.Server) -> None:
+        self._calls = parts.calls
+        self._router = parts.router
+        self._requests = parts.generation.open_requests
+        self._clock = parts.clock
+        self._start_time = parts.clock.monotonic()
+        self._server = server
+
+    async def GetServer(
+        self, request: messages.GetServerRequest, context: Context
+    ) -> messages.GetServerResponse:
+        """Answer with what the server is."""
+        async with self._calls.call(context):
+            uptime = duration_proto(self._clock.monotonic() - self._start_time)
+            server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
+            server.MergeFrom(self._server)
+            return messages.GetServerResponse(server=server)
+
+    async def ListRequests(
+        self, request: messages.ListRequestsRequest, context: Context
+    ) -> messages.ListRequestsResponse:
+        """Answer with a page of what waits and runs."""
+        async with self._calls.call(context) as call:
+            page_size = page_size_of(request.page_size)
+            after = _number_of(request.page_token)
+            listed = [r for r in self._requests.visible_to(call.caller) if r.number > after]
+            page = listed[:page_size]
+            return messages.ListRequestsResponse(
+                requests=[self._info_of(each) for each in page],
+                next_page_token=str(page[-1].number) if len(listed) > page_size else "",
+            )
+
+    async def CancelRequest(
+        self, request: messages.CancelRequestRequest, context: Context
+    ) -> messages.CancelRequestResponse:
+        """End a request."""
+        async with self._calls.call(context) as call:
+            if not request.request_id:
+                refuse_value("request_id", "", "the id of a request that waits or runs")
+            name = request_name_of(request.request_id, generated="")
+            tenant = request.tenant if request.HasField("tenant") else None
+            ended = self._requests.cancel(name, call.caller, tenant=tenant)
+            return messages.CancelRequestResponse(request=self._info_of(ended))
+
+    def _info_of(self, request: OpenRequest) -> messages.RequestInfo:
+        first = request.first
+        return messages.RequestInfo(
+            request_id=first.name,
+            method=request.method,
+            tenant=first.tenant,
+            session_id=first.session_id,
+            adapter=first.adapter,
+            phase=enum_proto(request.phase, messages.RequestPhase),
+            age=duration_proto(self._clock.monotonic() - first.arrival_time),
+            part_count=request.part_count,
+            prompt_tokens=request.prompt_token_count,
+            cached_tokens=request.cached_token_count,
+            output_tokens=request.output_token_count,
+            max_output_tokens=first.max_output_tokens,
+        )
+
+
+def server_proto(config: Config) -> messages.Server:
+    """Return what the configuration says of a server; it does not change while the server runs."""
+    server = config.server
+    return messages.Server(
+        version=server_version(),
+        features=_features_of(config),
+        limits=messages.ServerLimits(
+            max_message_bytes=server.max_message_bytes,
+            max_output_tokens=server.max_output_tokens_limit,
+            default_max_output_tokens=server.default_max_output_tokens,
+            max_completions=server.max_completions,
+            max_stop_strings=server.max_stop_count,
+            max_stop_bytes=server.max_stop_bytes,
+            max_top_logprobs=TOP_LOGPROB_COUNT_LIMIT,
+            max_response_format_bytes=server.max_grammar_bytes,
+            max_embedding_inputs=server.max_embedding_inputs,
+            max_rerank_documents=server.max_rerank_documents,
+            max_concurrent_calls=server.max_concurrent_calls,
+        ),
+    )
+
+
+def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
+    if config.cache.enabled:
+        yield messages.SERVER_FEATURE_PREFIX_CACHE
+    if config.cache.has_ssd:
+        yield messages.SERVER_FEATURE_SSD_CACHE
+    if config.cache.has_ssd and config.cache.is_encrypted:
+        yield messages.SERVER_FEATURE_CACHE_ENCRYPTION
+    if config.security.authenticates:
+        yield messages.SERVER_FEATURE_CREDENTIALS
+    if config.model.draft_model is not None:
+        yield messages.SERVER_FEATURE_DRAFT_MODEL
+    if config.fleet.worker_enabled:
+        yield messages.SERVER_FEATURE_WORKER
+
+
+def server_version() -> str:
+    """Return the installed version; "source" in a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("icehouse")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
+
+
+def _number_of(page_token: str) -> int:
+    """Return the number of the last request of the page before; 0 for the first page."""
+    if not page_token:
+        return 0
+    if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 20):
+        refuse_value("page_token", page_token, "the `next_page_token` of the page before, or absent")
+    return int(page_token)
+
+
+class ModelService(model_service_pb2_grpc.ModelServiceServicer):
+    """The model that is served."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._calls = parts.calls
+        self._router = parts.router
+
+    async def ListModels(
+        self, request: models.ListModelsRequest, context: Context
+    ) -> models.ListModelsResponse:
+        """Answer with the only page."""
+        async with self._calls.call(context):
+            page_size_of(request.page_size)
+            if request.page_token:
+                refuse_value("page_token", request.page_token, "absent: there is one page")
+            model = self._router.require_model()
+            return models.ListModelsResponse(models=[model_proto(model.info)])
+
+    async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
+        """Answer with the model's facts."""
+        async with self._calls.call(context):
+            model = self._router.require_model()
+            check_model(request.model, model.info)
+            return models.GetModelResponse(model=model_proto(model.info))

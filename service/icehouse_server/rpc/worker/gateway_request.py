@@ -1,0 +1,400 @@
+"""Worker request: a gateway's GenerateRequest as the API's own, so that one set of checks sees both.
+
+Every field of the protocol is mapped, has no effect here, or is refused by name; a test walks the
+descriptors. Pure functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from google.protobuf.message import Message
+from icehouse.v1 import inference_service_pb2, response_format_pb2
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+from icehouse_server.config import ServerConfig
+from icehouse_server.domain.blocks import HostTensor
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.request import SentImages, SentTensor
+from icehouse_server.domain.sampling import SEED_RANGE
+from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
+from icehouse_server.rpc.messages.field_checks import (
+    check_stop_count,
+    check_stop_token_count,
+    refuse_value,
+    shown,
+)
+from icehouse_server.rpc.messages.options import check_choice_count, check_logit_bias_count
+from icehouse_server.rpc.services.prompts import check_length
+
+NO_EFFECT = frozenset(
+    {
+        "stream",
+        "tokenized.original_text",
+        # The gateway makes the text.
+        "sampling_params.spaces_between_special_tokens",
+        "sampling_params.include_stop_str_in_output",
+        # A constraint always begins with the first token.
+        "sampling_params.grammar_from_first_token",
+        # An image is identified by its tensors, and the model knows their layout.
+        "mm_inputs.mm_hashes",
+        "mm_inputs.batched_keys",
+        "mm_inputs.flat_keys",
+        "mm_inputs.keep_on_cpu_keys",
+    }
+)
+"""Fields that have no effect here."""
+
+REFUSED = {
+    "kv_transfer_params": "KV comes from no other worker",
+    "kv_transfer_params_json": "KV comes from no other worker",
+    # Further modalities, such as videos.
+    "extra_mm_inputs": "images come in mm_inputs, all of them, and nothing else is served",
+    # Files that the worker would read, for prompts with one token for each image.
+    "media_refs": "images come as tensors in mm_inputs, or as files in chats of icehouse.v1",
+    "sampling_params.structural_tag": "constrain the output with json_schema, regex, grammar or choice",
+    "sampling_params.truncate_prompt_tokens": "shorten the prompt at the gateway",
+}
+"""Fields that are not supported, and why; a request that sets one is refused."""
+
+_UNSET_TEMPERATURE = 1.0
+_ANY_SEED = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobsShown:
+    """Which log probabilities a gateway asked for; the engine gives the larger count for both."""
+
+    output_top_count: int | None = None
+    """None for none."""
+    prompt_top_count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """A gateway's request: what the API has fields for, and the rest."""
+
+    native: inference_service_pb2.GenerateRequest
+    logprobs: LogprobsShown
+    shows_markers: bool
+    """Whether stop strings may match special tokens."""
+    read_images: Callable[[], SentImages] | None = None
+    """Gives the prompt's images, off the event loop; None where it has none."""
+
+
+def worker_request_of(
+    request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig
+) -> WorkerRequest:
+    """Return the request in the API's fields; raises InvalidRequest for what only this protocol has."""
+    params = request.sampling_params
+    _refuse(request, "")
+    _refuse(params, "sampling_params.")
+    if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
+        refuse_value("data_parallel_rank", request.data_parallel_rank, "0: this worker has one rank")
+    _check_counts(params, config)
+    has_images = request.HasField("mm_inputs")
+    if has_images:
+        check_images(request, info=info, config=config)
+    native = inference_service_pb2.GenerateRequest(
+        request_id=request.request_id,
+        max_output_tokens=_max_output_tokens(params, info, config),
+        stop=params.stop,
+        completions=_as_int32(params.n, "sampling_params.n"),
+    )
+    match request.WhichOneof("input"):
+        case "tokenized":
+            native.tokens.ids.extend(input_ids_of(request.tokenized, info))
+        case "text":
+            native.text = request.text
+    _fill_sampling(native, params)
+    native.stop_token_ids.extend(_ids(params.stop_token_ids, "sampling_params.stop_token_ids", info))
+    _fill_format(native, params)
+    return WorkerRequest(
+        native,
+        logprobs=_fill_logprobs(native, params),
+        shows_markers=not params.skip_special_tokens,
+        read_images=functools.partial(sent_images_of, request) if has_images else None,
+    )
+
+
+def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[int]:
+    """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
+    # Before the ids are checked, so that the longest message costs the loop little.
+    check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
+    return _ids(tokenized.input_ids, "tokenized.input_ids", info)
+
+
+def _refuse(message: Message, prefix: str) -> None:
+    for descriptor, _ in message.ListFields():
+        name = f"{prefix}{descriptor.name}"
+        if name in REFUSED:
+            raise InvalidRequest(
+                Reason.UNSUPPORTED,
+                f"{name} is set, which this worker does not do: {REFUSED[name]}",
+                field=name,
+                metadata={"field": name},
+            )
+
+
+def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
+    """Refuse early what the API would refuse: copying it into the API's message may take seconds."""
+    check_stop_count(len(params.stop), config, field="sampling_params.stop")
+    check_stop_token_count(len(params.stop_token_ids), field="sampling_params.stop_token_ids")
+    check_logit_bias_count(len(params.logit_bias), field="sampling_params.logit_bias")
+    check_choice_count(len(params.choice.choices), field="sampling_params.choice.choices")
+
+
+def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:
+    """Return the most tokens to generate; if absent, as many as the context and the limit allow."""
+    if not params.HasField("max_tokens"):
+        return min(config.max_output_tokens_limit, info.context_token_limit)
+    count: int = params.max_tokens
+    if count == 0:
+        refuse_value("sampling_params.max_tokens", count, "1 or more, or absent")
+    return min(count, config.max_output_tokens_limit)
+
+
+def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
+    sampling = native.sampling
+    sampling.temperature = params.temperature if params.HasField("temperature") else _UNSET_TEMPERATURE
+    # In these, unset and 0 look alike, and 0 would let nothing through.
+    sampling.top_p = params.top_p or 1.0
+    sampling.repetition_penalty = params.repetition_penalty or 1.0
+    sampling.top_k = _as_int32(params.top_k, "sampling_params.top_k")
+    sampling.min_p = params.min_p
+    sampling.frequency_penalty = params.frequency_penalty
+    sampling.presence_penalty = params.presence_penalty
+    sampling.min_output_tokens = _as_int32(params.min_tokens, "sampling_params.min_tokens")
+    sampling.ignore_end_tokens = params.ignore_eos
+    sampling.logit_bias.update(params.logit_bias)
+    if params.HasField("seed") and params.seed != _ANY_SEED:
+        sampling.seed = params.seed % SEED_RANGE
+
+
+def _fill_format(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            native.response_format.json_schema = params.json_schema
+        case "regex":
+            native.response_format.regex = params.regex
+        case "grammar":
+            native.response_format.lark = params.grammar
+        case "json_object":
+            if not params.json_object:
+                refuse_value("sampling_params.json_object", False, "true, or absent")
+            native.response_format.json_object.SetInParent()
+        case "choice":
+            choice = response_format_pb2.ChoiceFormat(texts=params.choice.choices)
+            native.response_format.choice.CopyFrom(choice)
+
+
+def _fill_logprobs(
+    native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams
+) -> LogprobsShown:
+    of_output = params.logprobs if params.HasField("logprobs") else None
+    of_prompt = params.prompt_logprobs if params.HasField("prompt_logprobs") else None
+    counts = [count for count in (of_output, of_prompt) if count is not None]
+    if counts:
+        # A count out of range must reach the API's check.
+        native.logprobs.top_count = min(counts) if min(counts) < 0 else max(counts)
+        native.logprobs.prompt = of_prompt is not None
+    return LogprobsShown(of_output, of_prompt)
+
+
+def _as_int32(value: int, field: str) -> int:
+    """Return an unsigned 32-bit count as the signed one of the API's messages."""
+    if value >= 1 << 31:
+        refuse_value(field, value, f"at most {(1 << 31) - 1}")
+    return value
+
+
+def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]:
+    """Return ids that fit the API's messages; raises InvalidRequest for one beyond the vocabulary."""
+    if token_ids and max(token_ids) >= info.vocabulary_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
+        place = f"{field}[{index}]"
+        raise InvalidRequest(
+            Reason.TOKEN_OUT_OF_RANGE,
+            f"{place} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
+            field=place,
+            metadata={
+                "index": index,
+                "token_id": token_ids[index],
+                "vocabulary_size": info.vocabulary_size,
+            },
+        )
+    return token_ids
+
+
+_FIELD: Final = "mm_inputs"
+_PLACES: Final = f"{_FIELD}.mm_placeholders"
+_PIXELS: Final = "pixel_values"
+_TENSOR_COUNT_LIMIT: Final = 8
+_DIMENSION_COUNT_LIMIT: Final = 8
+_DTYPES: Final = {
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "uint32": ("U32", 4),
+    "uint8": ("U8", 1),
+}
+"""The protocol's names -> ours, and bytes of a number."""
+
+
+def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: ServerConfig) -> None:
+    """Refuse images by what is seen at once, however long the message is; raises InvalidRequest."""
+    inputs = request.mm_inputs
+    if not info.sees_images:
+        raise InvalidRequest(
+            Reason.IMAGES_UNSUPPORTED,
+            f"{_FIELD} has images; the model {info.model_id!r} ({info.architecture}) {info.image_refusal}",
+            field=_FIELD,
+            metadata={"architecture": info.architecture},
+        )
+    if request.WhichOneof("input") != "tokenized":
+        raise _invalid(_FIELD, "is set without `tokenized`, whose tokens its images stand among")
+    if inputs.modality not in (common_pb2.MODALITY_UNSPECIFIED, common_pb2.IMAGE):
+        raise _invalid(f"{_FIELD}.modality", f"is {inputs.modality}; images are served, and nothing else")
+    if not inputs.HasField(_PIXELS):
+        raise _invalid(f"{_FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
+    count, limit = len(inputs.mm_placeholders), config.max_images
+    if not 1 <= count <= limit:
+        raise _invalid(_PLACES, f"has {count} images; there must be 1 to {limit}")
+    if len(inputs.model_specific_tensors) > _TENSOR_COUNT_LIMIT:
+        raise _invalid(
+            f"{_FIELD}.model_specific_tensors",
+            f"has {len(inputs.model_specific_tensors)} tensors; at most {_TENSOR_COUNT_LIMIT} may be",
+        )
+
+
+def sent_images_of(request: worker.GenerateRequest) -> SentImages:
+    """Return images that `check_images` let pass; raises InvalidRequest. Any thread.
+
+    It takes time in proportion to their bytes. Only what the message itself shows is checked; the rest is for
+    `vision/`. The gateway's hashes are not used: an image is known by what its tensors hold.
+    """
+    inputs = request.mm_inputs
+    if (key := inputs.encoder_input_key) not in ("", _PIXELS):
+        raise _invalid(f"{_FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
+    places = _places_of(inputs, len(request.tokenized.input_ids))
+    tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{_FIELD}.{_PIXELS}")]
+    for name, tensor in inputs.model_specific_tensors.items():
+        field = f"{_FIELD}.model_specific_tensors[{shown(name)}]"
+        if name == _PIXELS:
+            raise _invalid(field, f"is there beside {_FIELD}.{_PIXELS}")
+        tensors.append(_tensor_of(name, tensor, field))
+    return SentImages(
+        tuple(tensors),
+        places,
+        places_field=_PLACES,
+        token_id=inputs.im_token_id if inputs.HasField("im_token_id") else None,
+        token_field=f"{_FIELD}.im_token_id",
+    )
+
+
+def _places_of(inputs: worker.MultimodalInputs, token_count: int) -> tuple[range, ...]:
+    places: list[range] = []
+    end = 0
+    for index, told in enumerate(inputs.mm_placeholders):
+        stop = told.offset + told.length
+        if not end <= told.offset < stop <= token_count:
+            raise _invalid(
+                f"{_PLACES}[{index}]",
+                f"has the offset {told.offset} and the length {told.length}; images lie one behind the other "
+                f"in the {token_count} tokens of the prompt, this one from {end} on",
+            )
+        places.append(range(told.offset, stop))
+        end = stop
+    return tuple(places)
+
+
+def _tensor_of(name: str, tensor: worker.TensorData, field: str) -> SentTensor:
+    if tensor.WhichOneof("payload") in ("shm", "remote"):
+        raise _invalid(field, "is not in the message; let the gateway send tensors `inline`")
+    if tensor.dtype not in _DTYPES:
+        raise _invalid(field, f"is of the type {shown(tensor.dtype)}; known are {', '.join(_DTYPES)}")
+    if not 1 <= len(tensor.shape) <= _DIMENSION_COUNT_LIMIT:
+        raise _invalid(
+            field, f"has {len(tensor.shape)} dimensions; there must be 1 to {_DIMENSION_COUNT_LIMIT}"
+        )
+    dtype, number_bytes = _DTYPES[tensor.dtype]
+    shape, data = tuple(tensor.shape), tensor.inline
+    if math.prod(shape) * number_bytes != len(data):
+        raise _invalid(
+            field,
+            f"has {len(data)} bytes; the shape {list(shape)} of {tensor.dtype} has "
+            f"{math.prod(shape) * number_bytes}",
+        )
+    return SentTensor(HostTensor(name, dtype, shape, memoryview(data)), field)
+
+
+def _invalid(field: str, complaint: str) -> InvalidRequest:
+    return InvalidRequest(
+        Reason.IMAGE_INVALID, f"{field} {complaint}", field=field, metadata={"field": field}
+    )
+
+
+SENT_AS = {
+    "completions": "sampling_params.n",
+    "inputs[0].tokens": "tokenized.input_ids",
+    "inputs[0].tokens.ids": "tokenized.input_ids",
+    "inputs[0]": "tokenized",
+    "logprobs.top_count": "sampling_params.logprobs",
+    "max_output_tokens": "sampling_params.max_tokens",
+    "prompt": "input",
+    "response_format": "sampling_params",
+    "response_format.choice.texts": "sampling_params.choice.choices",
+    "response_format.choice": "sampling_params.choice",
+    "response_format.json_object": "sampling_params.json_object",
+    "response_format.json_schema": "sampling_params.json_schema",
+    "response_format.lark": "sampling_params.grammar",
+    "response_format.regex": "sampling_params.regex",
+    "sampling": "sampling_params",
+    "sampling.ignore_end_tokens": "sampling_params.ignore_eos",
+    "sampling.min_output_tokens": "sampling_params.min_tokens",
+    "stop": "sampling_params.stop",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "tokens": "tokenized.input_ids",
+    "tokens.ids": "tokenized.input_ids",
+}
+"""The API's field names and the gateway's; the rest of a longer name stays as it is."""
+
+
+def sent_name(field: str) -> str:
+    """Return the gateway's name of an API field."""
+    for known in sorted(SENT_AS, key=len, reverse=True):
+        rest = field.removeprefix(known)
+        if rest != field and (not rest or rest[0] in ".["):
+            return SENT_AS[known] + rest
+    return field
+
+
+@contextlib.contextmanager
+def named_as_sent() -> Iterator[None]:
+    """Have a refusal in the block name the field that the gateway set."""
+    try:
+        yield
+    except IcehouseError as error:
+        if error.field is None or (name := sent_name(error.field)) == error.field:
+            raise
+        raise type(error)(
+            error.reason,
+            _renamed(error.message, error.field, name),
+            field=name,
+            retry_after_s=error.retry_after_s,
+            metadata={**error.metadata, **({"field": name} if "field" in error.metadata else {})},
+        ) from error
+
+
+def _renamed(message: str, field: str, name: str) -> str:
+    # Some names are also words, such as "tokens": only what stands for the field is changed.
+    if message.startswith(f"{field} "):
+        return name + message[len(field) :]
+    return message.replace(f"`{field}`", f"`{name}`")

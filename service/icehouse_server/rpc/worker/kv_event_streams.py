@@ -1,0 +1,300 @@
+"""KV event batches as gateways read them: events, and how busy the server is.
+
+A subscriber is told of its own tenant's blocks, an operator of all. Token ids are prompts in another form, so
+an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting says
+otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and match,
+and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host memory:
+gateways ignore anything further away, and these need not be computed either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+from icehouse_server.domain.blocks import unpack_tokens
+from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
+from icehouse_server.engine.core.block_log import KvTier
+from icehouse_server.rpc.access import caller as callers
+from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.kv_events.event_feed import Subscription
+from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
+from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
+
+BEGINNINGS_PER_S = 4.0
+"""How often one caller may subscribe, from 0 or from a number: blocks are encoded again for either."""
+BEGINNING_BURST_COUNT = 8
+_LONGEST_S = 30.0
+
+_TIERS = {
+    KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"),
+    KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU"),
+}
+
+_DEFAULT_SALT = "(default)"
+"""Salt of the default tenant's blocks, for another tenant's operator."""
+_KEPT_COUNT = 16
+"""Encoded batches, of about 100 kB at most, that are kept for the next subscribers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reader:
+    """What the encoding of a batch depends on."""
+
+    own: Tenant
+    sees_all_tokens: bool
+    """Also those of other tenants' blocks."""
+    scope: Tenant | None = None
+    """The tenant whose batches they are, None for all."""
+
+
+class KvEventStreams:
+    """The subscriptions to one source. Owned by the event loop."""
+
+    def __init__(
+        self,
+        source: KvEventSource,
+        *,
+        operators_see_tokens: bool = False,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._source = source
+        self.operators_see_tokens = operators_see_tokens
+        self._kept: collections.OrderedDict[object, bytes] = collections.OrderedDict()
+        """Encoded batches without a load, the latest read last."""
+        self.encoded_total = 0
+        """Batches that were encoded, for all readers."""
+        self._sleep = sleep
+        self._watches = LoadWatches(source)
+        self._pace = Pace(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
+
+    def subscribe(
+        self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
+    ) -> AsyncGenerator[Encoded, None]:
+        """Return the batches until the engine stops serving; raises EventsExpired, and the iterator
+        EventsLost.
+
+        EventsExpired comes before anything is sent: a gateway that has the headers believes to be subscribed,
+        and unless the stream ends with DATA_LOSS, it comes back with the same number.
+        """
+        reader = Reader(
+            own=DEFAULT_TENANT if caller.tenant is None else caller.tenant,
+            sees_all_tokens=caller.tenant is None or self.operators_see_tokens,
+            scope=caller.scope,
+        )
+        self._source.follow(reader.own)
+        now = self._source.clock.monotonic()
+        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
+        number = request.start_sequence_number
+        subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
+        watching = self._watches.watching(caller.scope, load)
+        return self._batches(subscription, reader, watching, number=number, delay_s=delay_s)
+
+    async def _batches(
+        self,
+        subscription: Subscription,
+        reader: Reader,
+        watching: contextlib.AbstractContextManager[LoadWatch],
+        *,
+        number: int,
+        delay_s: float,
+    ) -> AsyncGenerator[Encoded, None]:
+        source = self._source
+        await self._sleep(delay_s)
+        with watching as watch:
+            records = LoadRecords(lambda: watch.load)
+            spoken_time = source.clock.monotonic()
+            while not source.left_ready.is_set():
+                batch = subscription.take()
+                if batch is not None:
+                    number = batch.sequence_number
+                    yield self._encoded(batch, reader, records.beside_events())
+                else:
+                    is_due = source.clock.monotonic() - spoken_time >= HEARTBEAT_S
+                    heartbeat = records.alone(is_due=is_due)
+                    if heartbeat is None:
+                        await subscription.wait()
+                        continue
+                    message = common.KvEventBatch(
+                        sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
+                    )
+                    yield Encoded(message.SerializeToString())
+                spoken_time = source.clock.monotonic()
+
+    def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
+        """Return a batch with the load; it is encoded once for all who read the same."""
+        key = (reader, batch.sequence_number, batch.snapshot)
+        data = self._kept.pop(key, None)
+        if data is None:
+            data = batch_proto(batch, reader).SerializeToString()
+            self.encoded_total += 1
+            if len(self._kept) >= _KEPT_COUNT:
+                self._kept.popitem(last=False)
+        self._kept[key] = data
+        # Encoded fields of one message may simply be joined.
+        return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
+
+
+def batch_proto(batch: KvBatch, reader: Reader) -> common.KvEventBatch:
+    """Return a batch for this reader, without the load."""
+    message = common.KvEventBatch(
+        sequence_number=batch.sequence_number,
+        timestamp=batch.time,
+        events=[_event_proto(event, reader) for event in batch.events],
+    )
+    if batch.snapshot is not None:
+        message.snapshot.index = batch.snapshot.index
+        message.snapshot.count = batch.snapshot.chunk_count
+        message.snapshot.blocks = batch.snapshot.stored_count
+    return message
+
+
+def _event_proto(event: KvEvent, reader: Reader) -> common.KvCacheEvent:
+    if isinstance(event, BlockStored):
+        return common.KvCacheEvent(stored=_stored_proto(event, reader))
+    if isinstance(event, BlockRemoved):
+        tier, medium = _TIERS[event.tier]
+        removed = common.KvBlocksRemoved(block_hashes=[event.hash], tier=tier, medium=medium)
+        return common.KvCacheEvent(removed=removed)
+    return common.KvCacheEvent(cleared=common.KvCacheCleared())
+
+
+def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
+    block, (tier, medium) = event.block, _TIERS[event.tier]
+    told = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
+    if reader.sees_all_tokens or block.scope.tenant == reader.own:
+        told.token_ids.extend(unpack_tokens(block.packed_token_ids))
+        for image in block.images:
+            told.extra_keys.add(multimodal=common.KvMultimodalKey(**image._asdict()))
+    stored = common.KvBlocksStored(
+        blocks=[told], tier=tier, medium=medium, locality=common.KV_CACHE_LOCALITY_LOCAL
+    )
+    if block.parent is not None:
+        stored.parent_block_hash = block.parent
+    if block.scope.adapter:
+        stored.lora_name = block.scope.adapter
+    if block.scope.tenant != reader.own:
+        stored.cache_salt = block.scope.tenant or _DEFAULT_SALT
+    return stored
+
+
+TICK_S = 0.1
+"""How often loads are read."""
+HEARTBEAT_S = 0.5
+"""All subscribers are woken so often, and those that were silent for so long send a heartbeat."""
+
+Load = Callable[[], worker.SchedulerLoad]
+
+
+class LoadWatch:
+    """The load of one tenant or of all, as it was at the latest tick."""
+
+    def __init__(self, read: Load) -> None:
+        self._read = read
+        self.load = read()
+        self.subscriber_count = 0
+
+    def look(self) -> bool:
+        """Read it again; return whether it has changed."""
+        load, self.load = self.load, self._read()
+        return bool(load != self.load)
+
+
+class LoadWatches:
+    """A load for each tenant that somebody subscribed to, or None for all.
+
+    One task reads them while there are subscribers. It wakes those whose load has changed, and now and then
+    all of them.
+    """
+
+    def __init__(self, source: KvEventSource) -> None:
+        self._source = source
+        self._of: dict[Tenant | None, LoadWatch] = {}
+        self._beat_time = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def watching(self, scope: Tenant | None, read: Load) -> Iterator[LoadWatch]:
+        """Keep this load up to date until the block ends."""
+        watch = self._of.get(scope)
+        if watch is None:
+            watch = self._of[scope] = LoadWatch(read)
+        watch.subscriber_count += 1
+        if self._task is None:
+            self._task = background.start(self._run(), name="kv-event-loads")
+        try:
+            yield watch
+        finally:
+            watch.subscriber_count -= 1
+            if not watch.subscriber_count:
+                del self._of[scope]
+            if not self._of and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    def tick(self) -> None:
+        """Read each load once, and wake the subscribers that have something to send."""
+        source, now = self._source, self._source.clock.monotonic()
+        is_beat = now - self._beat_time >= HEARTBEAT_S or source.left_ready.is_set()
+        if is_beat:
+            self._beat_time = now
+        for scope, watch in self._of.items():
+            if watch.look() or is_beat:
+                source.feed.channel_of(scope).wake()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+
+class LoadRecords:
+    """Numbered load records of one stream: whole ones by themselves and at first, and the most important
+    numbers beside events."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._sample = 0
+        self._last: worker.SchedulerLoad | None = None
+
+    def beside_events(self) -> common.EngineLoad:
+        """Return the record for a batch of events."""
+        return self._numbered(self._load(), is_whole=not self._sample)
+
+    def alone(self, *, is_due: bool) -> common.EngineLoad | None:
+        """Return a record for a batch without events; None if nothing has changed and no heartbeat is due."""
+        load = self._load()
+        if not is_due and load == self._last:
+            return None
+        record = self._numbered(load, is_whole=True)
+        record.load_only = True
+        return record
+
+    def _numbered(self, load: worker.SchedulerLoad, *, is_whole: bool) -> common.EngineLoad:
+        self._sample += 1
+        self._last = load
+        record = common.EngineLoad(
+            running_requests=load.num_running_reqs,
+            waiting_requests=load.num_waiting_reqs,
+            waiting_uncached_tokens=load.num_waiting_uncached_tokens,
+            token_usage=load.token_usage,
+            # Cached blocks give way to requests, so only what requests use is counted.
+            active_token_usage=load.token_usage,
+            gen_throughput=load.gen_throughput,
+            max_running_requests=load.max_running_requests,
+            sample=self._sample,
+        )
+        if is_whole:
+            record.cache_hit_rate = load.cache_hit_rate
+            record.num_used_tokens = load.num_used_tokens
+            record.max_total_num_tokens = load.max_total_num_tokens
+        return record

@@ -1,0 +1,421 @@
+"""VllmEngine service: the worker protocol that gateways speak (SMG, llm-d), over the API's own services.
+
+It turns a request into the API's words and lets the API's services check and run it. What only this protocol
+has is written here. The protocol is https://github.com/smg-project/smg's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import grpc
+from icehouse.v1 import embedding_service_pb2
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as messages
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from icehouse_server.domain.cache_commands import ListKnown
+from icehouse_server.domain.call import Operation
+from icehouse_server.domain.events import Event, Started
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
+from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.engine_client import answers
+from icehouse_server.rpc.engine_client.answers import StallTimer
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest
+from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.services.embedding_service import EmbeddingService
+from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.inference_service import InferenceService
+from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.prepared import Prepared
+from icehouse_server.rpc.worker.gateway_reply import WorkerReply
+from icehouse_server.rpc.worker.gateway_request import (
+    WorkerRequest,
+    input_ids_of,
+    named_as_sent,
+    worker_request_of,
+)
+from icehouse_server.rpc.worker.worker_info import (
+    WorkerParts,
+    load_proto,
+    model_info_proto,
+    own_load_proto,
+    server_info_proto,
+)
+from icehouse_server.text.tokenizer_archive import TokenizerArchive
+
+SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+ARCHIVE_CHUNK_BYTES = 64 << 10
+"""The archive's part in one message: what a caller that does not read leaves with gRPC."""
+TENANT_KEY = "icehouse-tenant"
+"""Metadata that names a tenant, for operators and where no credentials are required."""
+
+
+class VllmEngineService:
+    """Thin: each method reads the request, asks below, and writes the answer. Owned by the event loop."""
+
+    def __init__(
+        self,
+        parts: ServiceParts,
+        *,
+        is_serving: Callable[[], bool],
+        observation: Observation,
+        inference: InferenceService,
+        embedding: EmbeddingService,
+        worker: WorkerParts,
+    ) -> None:
+        self._parts = parts
+        self._calls = parts.calls
+        self._router = parts.router
+        self._commands = EngineCache(engine=parts.engine, router=parts.router)
+        self._is_serving = is_serving
+        self._observation = observation
+        self._inference = inference
+        self._embedding = embedding
+        self._worker = worker
+        self._clock = parts.clock
+        self._start_time = parts.clock.monotonic()
+        self._request_times: dict[Tenant | None, float] = {}
+        """When each tenant last sent a request; tenants without credentials count as one."""
+        self._running = RunningRequests()
+        self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
+        """The archive's messages, once for all callers."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve the protocol."""
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
+    async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
+        """Answer with chunks if the request is streamed, and with each whole output at its end."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
+            self._request_times[call.caller.tenant] = self._clock.wall()
+            with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
+                prepared, read = await self._prepare(request, call, context)
+                replies = self._replies(request, prepared, read)
+                async with timer.guard():
+                    try:
+                        await self._stream(
+                            prepared, replies, running, call=call, timer=timer, context=context
+                        )
+                    except Cancelled:
+                        if not running.is_aborted:
+                            raise
+                        for reply in replies:
+                            if not reply.is_complete:
+                                await timer.write(context, reply.aborted())
+
+    async def _stream(
+        self,
+        prepared: Prepared,
+        replies: list[WorkerReply],
+        running: RunningRequest,
+        call: RpcCall,
+        *,
+        timer: StallTimer,
+        context: Context,
+    ) -> None:
+        """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
+        if running.is_aborted:
+            raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
+        submitted = self._parts.generation.run(
+            prepared.requests, call=call, on_open=running.submit, on_stall=timer.expire
+        )
+        async with submitted as events:
+            async for index, event in events:
+                running.note(event)
+                for completion in prepared.told_by(index):
+                    responses = replies[completion].responses(event)
+                    answers.keep(sum(reply.kept_bytes for reply in replies))
+                    for response in responses:
+                        await timer.write(context, response)
+
+    async def _prepare(
+        self, request: messages.GenerateRequest, call: RpcCall, context: Context
+    ) -> tuple[Prepared, WorkerRequest]:
+        model = self._router.require_model()
+        read = worker_request_of(request, info=model.info, config=self._parts.config)
+        read.native.cache.tenant = _named_tenant(context)
+        prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
+        whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
+        return dataclasses.replace(prepared, request=whole), read
+
+    def _replies(
+        self, request: messages.GenerateRequest, prepared: Prepared, read: WorkerRequest
+    ) -> list[WorkerReply]:
+        return [
+            WorkerReply(
+                each,
+                index=index,
+                is_streamed=request.stream,
+                shown=read.logprobs,
+                eos_token_ids=prepared.model.info.eos_token_ids,
+            )
+            for index, each in enumerate(prepared.completions)
+        ]
+
+    async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
+        """Answer with the input's vector, of length 1."""
+        async with self._calls.call(context, Operation.EMBEDDINGS) as call:
+            self._request_times[call.caller.tenant] = self._clock.wall()
+            with named_as_sent():
+                if not request.HasField("tokenized"):
+                    raise InvalidRequest(
+                        Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
+                    )
+                native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
+                ids = input_ids_of(request.tokenized, self._router.require_model().info)
+                native.inputs.add().tokens.ids.extend(ids)
+                response = await self._embedding.embed(native, call)
+            values = response.embeddings[0].values
+            return messages.EmbedResponse(
+                embedding=values, prompt_tokens=response.prompt_tokens, embedding_dim=len(values)
+            )
+        raise AssertionError("a call that answered nothing ended well")
+
+    async def HealthCheck(
+        self, request: messages.HealthCheckRequest, context: Context
+    ) -> messages.HealthCheckResponse:
+        """Answer as the standard health service would, once the model is loaded.
+
+        Before that it is refused: a gateway takes a server in at any answer, and never asks again for the
+        name of its model.
+        """
+        if self._router.state is EngineState.LOADING:
+            async with self._calls.call(context):
+                self._router.require_model()
+        is_healthy = self._is_serving()
+        return messages.HealthCheckResponse(
+            healthy=is_healthy, message="SERVING" if is_healthy else "NOT_SERVING"
+        )
+
+    async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
+        """End the caller's requests of these names."""
+        async with self._calls.call(context) as call:
+            self._running.abort(request.request_ids, call.caller)
+            return messages.AbortResponse()
+
+    async def GetModelInfo(
+        self, request: messages.GetModelInfoRequest, context: Context
+    ) -> messages.GetModelInfoResponse:
+        """Answer with the model's facts."""
+        async with self._calls.call(context):
+            return model_info_proto(self._router.require_model().info, self._worker.folder)
+
+    async def GetServerInfo(
+        self, request: messages.GetServerInfoRequest, context: Context
+    ) -> messages.GetServerInfoResponse:
+        """Answer with the server's facts."""
+        async with self._calls.call(context) as call:
+            return server_info_proto(
+                self._router.require_model().info,
+                self._worker.folder,
+                active_count=self._running.count(call.caller),
+                uptime_s=self._clock.monotonic() - self._start_time,
+                request_time=self._request_time(call.caller),
+                image_limit=self._parts.config.max_images,
+            )
+
+    def _request_time(self, caller: Caller) -> float:
+        if caller.scope is None:
+            return max(self._request_times.values(), default=0.0)
+        return self._request_times.get(caller.scope, 0.0)
+
+    async def GetLoads(
+        self, request: messages.GetLoadsRequest, context: Context
+    ) -> messages.GetLoadsResponse:
+        """Answer with how busy the server is."""
+        async with self._calls.call(context) as call:
+            now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
+            loads = [self._load(call.caller.scope)]
+            return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
+
+    def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
+        """Return how busy one tenant keeps the server, or all do. Called often, so it counts nothing."""
+        tenants = self._observation.stats.tenants
+        waiting_token_count = self._running.waiting_tokens[scope]
+        if scope is not None:
+            use = tenants.use_of(scope)
+            return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
+        return load_proto(
+            self._observation.poller.latest,
+            self._worker.folder,
+            tenants.counts,
+            waiting_token_count=waiting_token_count,
+        )
+
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
+        """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        async with self._calls.call(context), timer.guard():
+            for chunk in await self._read_archive():
+                await timer.write(context, chunk)
+
+    async def _read_archive(self) -> tuple[Encoded, ...]:
+        """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
+        if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
+            self._archive = asyncio.ensure_future(
+                self._parts.prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
+            )
+        return await asyncio.shield(self._archive)
+
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, context: Context
+    ) -> common.FlushCacheResponse:
+        """Remove every block of the model from both tiers; requests in flight go on."""
+        async with self._calls.call(context):
+            self._router.require_model()
+            try:
+                async for _ in self._commands.evict(ListKnown(None)):
+                    pass
+            except IcehouseError as error:
+                return common.FlushCacheResponse(success=False, message=error.message)
+            return common.FlushCacheResponse(success=True, message="")
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
+        """Send what the block store holds, and how that changes."""
+        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        async with self._calls.call(context) as call, timer.guard():
+            source = self._worker.kv_events
+            if source is None:
+                _unsupported("KV events")
+            load = functools.partial(self._load, call.caller.scope)
+            async with contextlib.aclosing(source.subscribe(request, call.caller, load)) as batches:
+                # A gateway waits for the headers, and the first event may be long in coming.
+                await timer.begin(context)
+                async for batch in batches:
+                    await timer.write(context, batch)
+
+    async def StartProfile(
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Refuse: there is tracing instead."""
+        async with self._calls.call(context):
+            _unsupported("a profiler")
+
+    async def StopProfile(
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        """Refuse, as StartProfile does."""
+        async with self._calls.call(context):
+            _unsupported("a profiler")
+
+
+def archive_chunks(archive: TokenizerArchive) -> tuple[Encoded, ...]:
+    """Return an archive's messages in order, the last one with its digest."""
+    starts = range(0, len(archive.data), ARCHIVE_CHUNK_BYTES)
+    chunks = [
+        common.GetTokenizerChunk(data=archive.data[start : start + ARCHIVE_CHUNK_BYTES]) for start in starts
+    ]
+    chunks[-1].sha256 = archive.sha256_hex
+    return tuple(Encoded(chunk.SerializeToString()) for chunk in chunks)
+
+
+def _unsupported(what: str) -> NoReturn:
+    raise Unimplemented(Reason.METHOD_UNSUPPORTED, f"this worker has no {what}")
+
+
+def _named_tenant(context: Context) -> str:
+    """Return the tenant that the call's metadata names; it is checked like `cache.tenant`."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_KEY and isinstance(value, str):
+            return value
+    return ""
+
+
+ABORT_LIMIT = 256
+"""Most names in one Abort; a gateway sends one for each client that left."""
+
+
+class RunningRequest:
+    """One call of Generate, from before its message is read to its end."""
+
+    def __init__(self, caller: Caller, waiting_tokens: collections.Counter[Tenant | None]) -> None:
+        self.caller = caller
+        self.is_aborted = False
+        self._opened: OpenRequest | None = None
+        self._waiting_tokens = waiting_tokens
+        self._is_waiting = False
+
+    def submit(self, opened: OpenRequest) -> None:
+        """Note what the engine is asked."""
+        self._opened = opened
+        self._wait(is_waiting=True)
+
+    def note(self, event: Event) -> None:
+        """Follow the request."""
+        if isinstance(event, Started):
+            self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Its prompt has started, or never will."""
+        if self._is_waiting:
+            self._wait(is_waiting=False)
+
+    def _wait(self, *, is_waiting: bool) -> None:
+        assert self._opened is not None, "only a submitted request waits"
+        self._is_waiting = is_waiting
+        first = self._opened.first
+        for scope in (first.tenant, None):
+            self._waiting_tokens[scope] += len(first.prompt_token_ids) * (1 if is_waiting else -1)
+            if not self._waiting_tokens[scope]:
+                del self._waiting_tokens[scope]
+
+    def abort(self) -> None:
+        """Cancel it, before or after it was submitted."""
+        self.is_aborted = True
+        if self._opened is not None:
+            self._opened.cancel()
+
+
+class RunningRequests:
+    """All of them."""
+
+    def __init__(self) -> None:
+        self._all: dict[RunningRequest, str] = {}
+        self.waiting_tokens: collections.Counter[Tenant | None] = collections.Counter()
+        """Prompt tokens of requests that have not started, by tenant; None for all."""
+
+    @contextlib.contextmanager
+    def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
+        """Know a request by its name until the block ends; others, of any tenant, may have the same."""
+        request = RunningRequest(caller, self.waiting_tokens)
+        self._all[request] = name
+        try:
+            yield request
+        finally:
+            del self._all[request]
+            request.stop_waiting()
+
+    def abort(self, names: Sequence[str], caller: Caller) -> None:
+        """Cancel the caller's own requests of these names, each once; other names are ignored.
+
+        Raises InvalidRequest for more than `ABORT_LIMIT` names.
+        """
+        if len(names) > ABORT_LIMIT:
+            refuse_value("request_ids", len(names), f"at most {ABORT_LIMIT} names", unit="names")
+        wanted = set(names) - {""}
+        for request, name in self._all.items():
+            if name in wanted and not request.is_aborted and _may_command(caller, request):
+                request.abort()
+
+    def count(self, caller: Caller) -> int:
+        """Return how many the caller may see."""
+        return sum(_may_command(caller, request) for request in self._all)
+
+
+def _may_command(caller: Caller, request: RunningRequest) -> bool:
+    return caller.role is Role.OPERATOR or caller.tenant == request.caller.tenant

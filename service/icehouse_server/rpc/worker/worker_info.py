@@ -1,0 +1,142 @@
+"""Worker info: model, server and load as gateways read them. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+from google.protobuf.descriptor import ServiceDescriptor
+from smg_grpc_proto.generated import vllm_engine_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as worker
+
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.stats import Snapshot, TenantUse
+from icehouse_server.rpc.access.tenants import QueueCounts
+from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
+from icehouse_server.text.tokenizer_archive import TokenizerArchive
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedFolder:
+    """What gateways are told of the model's folder."""
+
+    path: str
+    architectures: tuple[str, ...]
+    bos_token_id: int
+    pad_token_id: int
+    block_token_count: int
+    running_limit: int
+    """Sequences that decode at once."""
+    default_sampling: Mapping[str, float]
+    """What the model's authors recommend, by this protocol's field names."""
+    read_archive: Callable[[], TokenizerArchive]
+    """Any thread; may take a second."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What the worker protocol needs beside the API's services."""
+
+    folder: ServedFolder
+    kv_events: KvEventStreams | None = None
+    """None if there are no events: gateways then guess what is cached."""
+
+    @property
+    def services(self) -> tuple[ServiceDescriptor, ...]:
+        """What is served beside the API."""
+        return (vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],)
+
+
+SERVER_TYPE = "vllm-grpc"
+"""The only name by which gateways know a worker of this protocol."""
+CONSTRAINT_START = "first_token"
+"""Where a constraint begins if the prompt lets the model reason first."""
+
+
+def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelInfoResponse:
+    """Return what is served."""
+    defaults = dict(folder.default_sampling)
+    return worker.GetModelInfoResponse(
+        model_path=folder.path,
+        is_generation=True,
+        max_context_length=info.context_token_limit,
+        vocab_size=info.vocabulary_size,
+        supports_vision=info.sees_images,
+        served_model_name=info.model_id,
+        tokenizer_path=folder.path,
+        model_type=info.architecture,
+        architectures=folder.architectures,
+        eos_token_ids=info.eos_token_ids,
+        pad_token_id=folder.pad_token_id,
+        bos_token_id=folder.bos_token_id,
+        # One token of the context is left to the output.
+        max_req_input_len=info.context_token_limit - 1,
+        default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
+    )
+
+
+def server_info_proto(
+    info: ModelInfo,
+    folder: ServedFolder,
+    *,
+    active_count: int,
+    uptime_s: float,
+    request_time: float,
+    image_limit: int,
+) -> worker.GetServerInfoResponse:
+    """Return how it is served; `request_time` is `Clock.wall` at the latest request, 0 before the first."""
+    return worker.GetServerInfoResponse(
+        active_requests=active_count,
+        is_paused=False,
+        last_receive_timestamp=request_time,
+        uptime_seconds=uptime_s,
+        server_type=SERVER_TYPE,
+        data_parallel_size=1,
+        kv_cache_dtype="auto",
+        block_size=folder.block_token_count,
+        model_dtype=info.dtype,
+        max_num_seqs=folder.running_limit,
+        constrained_decoding_start=CONSTRAINT_START,
+        mm_item_limits=f"image={image_limit}" if info.sees_images else "",
+    )
+
+
+def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
+    """Return how busy one tenant keeps the server; other tenants do not change it."""
+    hit_ratio = use.cached_token_total / use.prompt_token_total if use.prompt_token_total else 0.0
+    return worker.SchedulerLoad(
+        num_running_reqs=use.running_count,
+        num_waiting_reqs=use.waiting_count,
+        num_total_reqs=use.running_count + use.waiting_count,
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=folder.running_limit,
+        cache_hit_rate=hit_ratio,
+    )
+
+
+def load_proto(
+    snapshot: Snapshot, folder: ServedFolder, queues: QueueCounts, *, waiting_token_count: int
+) -> worker.SchedulerLoad:
+    """Return how busy the server is: queues as of now, the rest of the last sample."""
+    engine = snapshot.engine
+    hit_ratio = 0.0
+    if engine is not None and engine.prompt_token_total:
+        hit_ratio = engine.cached_token_total / engine.prompt_token_total
+    load = worker.SchedulerLoad(
+        num_running_reqs=queues.running_count,
+        num_waiting_reqs=queues.waiting_count,
+        num_total_reqs=queues.running_count + queues.waiting_count,
+        # How much of them is cached is known when they start; probably as much as of the others.
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=folder.running_limit,
+        gen_throughput=snapshot.rates.output_tokens_per_s,
+        cache_hit_rate=hit_ratio,
+    )
+    if engine is not None and engine.kv_limit_bytes:
+        # Cached blocks give way to requests, so they do not count as used.
+        load.token_usage = load.utilization = engine.kv_usage_ratio
+        if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
+            load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
+            load.num_used_tokens = engine.kv_used_bytes // token_bytes
+    return load
