@@ -1,4 +1,4 @@
-"""Infill prompt: what stands before a gap and behind it, as the tokens that a model fills it by.
+"""Infill prompt: the tokens by which a model fills the gap between two texts.
 
 Fill in the middle (Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle"):
 prefix, suffix, then the middle, with a token of the vocabulary before each. Models differ in how these are
@@ -22,15 +22,15 @@ _ENDS = (
     "<file_sep>",
     "▁<EOT>",
 )
-"""Tokens that end a middle, beside the model's own end tokens and the markers: some models have one of their
-own for it, others go on with the next file."""
+"""More tokens that end a middle, beside the model's end tokens and the markers: some models have one for it,
+others go on with the next file."""
 _PROBE = "☺"
 """Meta's own code for CodeLlama puts it in front of a suffix, and takes its tokens away again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """A prompt with a gap, ready to be continued with what fills it."""
+    """A prompt with a gap; the model continues it with what fills the gap."""
 
     token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class InfillFormat:
     marker_ids: tuple[int, int, int]
     stop_token_ids: tuple[int, ...]
     has_implicit_space: bool
-    """Whether its tokenizer puts a space in front of whatever it is given."""
+    """Whether its tokenizer puts a space in front of every text."""
     encode: Encode
     """Gives the tokens of a text by itself."""
     start: tuple[int, ...]
@@ -78,7 +78,7 @@ class InfillFormat:
 def infill_format_of(
     vocabulary: Mapping[str, int], *, encode: Encode, start: tuple[int, ...]
 ) -> InfillFormat | None:
-    """Return how the model of a vocabulary fills gaps; None where nothing says that it was trained to."""
+    """Return how the model of a vocabulary fills gaps; None where its vocabulary has no markers for it."""
     for names in _MARKERS:
         if vocabulary.keys() >= set(names):
             prefix_id, suffix_id, middle_id = (vocabulary[name] for name in names)

@@ -30,7 +30,7 @@ _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
 """Characters that are tokenized in about a millisecond."""
 _LETTER = "a"
-"""A text that every vocabulary spells: what stands before its tokens begins each prompt."""
+"""A text that every vocabulary can spell; tokens before its own are those that begin each prompt."""
 _MERGES = '"merges":['
 """How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
 
@@ -141,7 +141,7 @@ class Tokenizer:
     def reply_splitter(
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
     ) -> ReplySplitter | None:
-        """Return what tells the parts of this conversation's reply apart; None where there is but text."""
+        """Return what splits this conversation's reply into parts; None where it is text alone."""
         has_tools = conversation.reads_tool_calls and self._format.marks_calls
         if not (has_tools or self._format.marks_reasoning or self._format.is_always_read):
             return None
@@ -154,7 +154,7 @@ class Tokenizer:
         )
 
     def reply_reasoning(self, conversation: Conversation, rendered: RenderedChat) -> ReplyReasoning | None:
-        """Return how this conversation's reply thinks; None where the model marks no reasoning."""
+        """Return how this conversation's reply marks reasoning; None where the model does not."""
         format = self._format
         if not (format.marks_reasoning or format.is_always_read):
             return None
@@ -168,7 +168,7 @@ class Tokenizer:
         )
 
     def hides_markers(self, conversation: Conversation) -> bool:
-        """Whether plain decoding hides what tells the parts of this conversation's reply apart."""
+        """Whether plain decoding hides the markers in this conversation's reply."""
         return self._format.hides(reads_calls=conversation.reads_tool_calls)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -204,7 +204,7 @@ class Tokenizer:
                 return ""
 
     def _marker(self, text: str) -> tuple[int, ...]:
-        """Return the tokens that spell a marker and nothing else; none where there are none."""
+        """Return the tokens that spell exactly a marker; none where that is not possible."""
         token_ids = tuple(self.spell(text)) if text else ()
         return token_ids if self.decode_with_markers(token_ids) == text else ()
 

@@ -1,10 +1,9 @@
-"""Recognition of a model's replies: which family they are of, from what its chat template renders.
+"""Recognition of a model's family of replies, from what its chat template renders.
 
-Calls that we know are given to the template as a past turn. The family whose reader reads them back from
-what comes out is the model's: no word is looked for in the template's source. Where the template writes no
-calls, what it says of them in a prompt that offers tools counts, then the vocabulary's own tokens, and last
-what the tokenizer's configuration names. Markers of reasoning are what stands around a thought that is
-rendered.
+The template is given a past turn with known calls. The model's family is the one whose reader reads these
+calls back from the output; the template's source is not searched. Where the template writes no calls, the
+next clues are what a prompt that offers tools says of them, the vocabulary's tokens, and the tokenizer's
+configuration. The markers of reasoning are what the template writes around a known thought.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ KNOWN_THOUGHTS = (
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
 )
-"""Markers that are looked for where the template shows no thoughts of past turns."""
+"""Markers that are looked for where the template shows no reasoning of past turns."""
 
 _TAG_BEFORE = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])\s*$")
 _TAG_BEHIND = re.compile(r"\s*(<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])")
@@ -65,15 +64,15 @@ class Vocabulary:
 
     tokens: Collection[str]
     added: Collection[str]
-    """Those that are whole tokens by decree, special or not."""
+    """Those that were added to it as whole tokens, special or not."""
     special: Collection[str]
-    """Those that decoding hides when told to hide special tokens."""
+    """Those that decoding can hide."""
     parser_name: str = ""
     """`tool_parser_type` of tokenizer_config.json."""
 
 
 def find_reply_format(template: ChatTemplate | None, vocabulary: Vocabulary) -> ReplyFormat:
-    """Return how the replies of a model are to be read; `template` is None where it has none."""
+    """Return how to read the replies of a model; `template` is None where it has none."""
     probe = _Probe(template)
     thoughts, seen_in = _thoughts(probe, vocabulary)
     family, found_by = _family(probe, vocabulary, thoughts)
@@ -97,7 +96,7 @@ _LIKE_THOUGHTS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
 
 
 def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
-    """Return tokens that look like markers of what nothing reads."""
+    """Return tokens that look like markers and that nothing reads."""
     return tuple(
         sorted(
             token
@@ -109,7 +108,7 @@ def _unread(vocabulary: Vocabulary, format: ReplyFormat) -> tuple[str, ...]:
 
 
 class _Probe:
-    """Texts of a template; "" for what it refuses or where there is none."""
+    """Renders probes with a template; "" for what it refuses or where there is none."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
         self._template = template
@@ -129,7 +128,7 @@ class _Probe:
             return ""
 
     def reply(self, answer: ChatMessage, *, tools: Sequence[Tool] = ()) -> str:
-        """Return what is written of an answer, from where the prompt for it ends to the end of its turn."""
+        """Return the text of an answer, from the end of its prompt to the end of its turn."""
         whole = self.render(answer, tools=tools)
         asked = self.render(tools=tools)
         prompt = self.render(tools=tools, adds_generation_prompt=True)
@@ -178,7 +177,7 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
 
 
 def _around(text: str) -> tuple[str, str]:
-    """Return the markers around a thought; empty where it stands in none."""
+    """Return the markers around a thought; empty where there are none."""
     place = text.rfind(_THOUGHT)
     if place < 0:
         return "", ""
@@ -194,7 +193,7 @@ def _around(text: str) -> tuple[str, str]:
 
 
 _ID_FORMS = ("{index:09d}", "functions.{name}:{index}")
-"""Mistral's templates take ids of nine characters only; Kimi's write the id and no name."""
+"""Mistral's templates accept only ids of nine characters; Kimi's write the id and no name."""
 
 
 def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
@@ -205,7 +204,7 @@ def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
 
 
 def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family, str]:
-    """Return the family that the calls are of, and how that was found; one without a name where none is."""
+    """Return the family of the calls, and how it was found; a family without a name where none fits."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
         answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
@@ -232,18 +231,18 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
 
 
 class _Read(enum.IntEnum):
-    """What of a past turn a family's reader reads, the most last."""
+    """How much of a past turn a family's reader reads."""
 
     NOTHING = 0
     REPAIRED = 1
-    """The calls, written otherwise than the notation wants."""
+    """The calls, but they are written irregularly."""
     SOME = 2
-    """The calls, and there is more."""
+    """The calls, with other text around them."""
     ALL = 3
 
 
 def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
-    """Return whether the family's reader finds the calls that the template was given, and no others."""
+    """Return how well the family's reader finds the calls that the template was given, and no others."""
     if not reply:
         return _Read.NOTHING
     format = ReplyFormat(family, *thoughts)
