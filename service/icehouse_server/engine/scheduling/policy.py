@@ -49,7 +49,7 @@ class PassPolicy:
     """What is left behind the last whole piece makes one more from three quarters of a piece on."""
 
     # Layers in slices, where time ends them.
-    layers_at_once: float = 3.0
+    layers_at_once: float = 2.0
     """Of a chunk that begins: how many layers a pass has room for. Fewer leave nothing to choose where the
     room changes on its way, and more are shorter chunks, which read more."""
     layered_gain: float = 2.0
