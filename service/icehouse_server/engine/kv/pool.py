@@ -13,6 +13,7 @@ import collections
 import io
 import logging
 import math
+import mmap
 import struct
 from collections.abc import Iterable
 from typing import Any, Final, cast
@@ -171,6 +172,18 @@ def numbers_of(pages: Iterable[Page]) -> Ints:
 
 _DESCRIPTIONS: Final = {mx.float32: "<f4", mx.float16: "<f2"}
 """Types as a .npy file names them: what is loaded so needs no view, which would take as long again."""
+
+
+def can_reserve(size_bytes: int) -> bool:
+    """Return whether the system has room in its book for so much host memory, which nobody writes to yet.
+
+    Where overcommitment is off it may not, and MLX's CPU build (0.32) looks at no allocation that failed.
+    """
+    try:
+        mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:

@@ -26,7 +26,7 @@ from icehouse_server.engine.kv.blocks import RunnerBlocks
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
 from icehouse_server.engine.kv.paging import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.pool import PagePool, can_reserve
 from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache.cache_classes import Cache
@@ -370,6 +370,9 @@ class ModelRunner:
             size_bytes=int(_POOL_SHARE * left_bytes),
             array_limit_bytes=find_device().array_limit_bytes,
         )
+        if sum(sizes) and not self._settings.is_pipelined and not can_reserve(sum(sizes)):
+            _log.warning("page_pool_not_reserved", extra={"size_bytes": sum(sizes)})
+            sizes = [0] * len(sizes)
         self._paging = Paging(
             tuple(
                 PageGroup(

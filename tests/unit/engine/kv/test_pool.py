@@ -14,7 +14,7 @@ from icehouse_server.device import Backend
 from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool, uninitialised
+from icehouse_server.engine.kv.pool import PagePool, can_reserve, uninitialised
 
 SHAPE = PoolShape(layer_count=2, kv_head_count=3, head_size=4, page_token_count=8, dtype=mx.float32)
 
@@ -44,6 +44,10 @@ def test_the_memory_of_a_pool_of_more_than_2_gib_can_be_written(dtype: mx.Dtype)
     assert memory is not None and memory.nbytes == pool.page_count * shape.page_bytes > 1 << 31
     memory[-shape.page_bytes :] = 0
     assert not mx.any(pool.array[-1]).item()
+
+
+def test_memory_is_asked_for_before_a_pool_is_made_of_it() -> None:
+    assert can_reserve(1 << 20) and not can_reserve(1 << 60) and not can_reserve(1 << 80)
 
 
 def test_a_row_that_was_let_in_has_its_pages_all_the_same() -> None:
