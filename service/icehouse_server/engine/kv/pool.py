@@ -97,7 +97,8 @@ class PagePool:
         """Return pages that nobody has; what they hold is anything. The pool grows where it must."""
         if not self._has_free(count):
             self._grow(count - len(self._free))
-        taken = self._free[len(self._free) - count :] if count else []
+        # In ascending order: attention reads pages that lie side by side at once.
+        taken = sorted(self._free[len(self._free) - count :] if count else [])
         del self._free[len(self._free) - len(taken) :]
         return [Page(number, self._freed) for number in taken]
 

@@ -158,6 +158,31 @@ def test_rows_share_pages() -> None:
     assert np.abs(numbers(found) - wanted).max() < PLAIN.tolerance
 
 
+@pytest.mark.parametrize("window", [None, 150])
+def test_pages_side_by_side_give_the_very_numbers_of_pages_apart(window: int | None) -> None:
+    """They are read at once; a row that was restored has its tokens in other pages than the one before it."""
+    tokens = [(0, 900), (1, 1000), (2, 640)]
+    queries, keys, values = brought(PLAIN, len(tokens))
+    side_by_side = [list(range(0, 16)), list(range(16, 32)), list(range(32, 43))]
+    apart = tables_for([1024, 1024, 704], page_token_count=64, page_count=PAGE_COUNT)
+    pool, other = (RandomPool.of(PLAIN.shape, page_count=PAGE_COUNT) for _ in range(2))
+    content = np.array(pool.array)
+    for here, there in zip(side_by_side, apart, strict=True):
+        content[there] = np.array(pool.array)[here]
+    other.array = mx.array(content)
+    found = []
+    for each, tables in ((pool, side_by_side), (other, apart)):
+        attention, places = CpuAttention(), places_in(tables, tokens)
+        output = attention.write_and_attend(
+            each, queries, keys, values, places, layer=LAYER, scale=0.2, window=window
+        )
+        found.append(numbers(output))
+        attention.settle(each)
+    assert np.array_equal(*found)
+    wanted = attended(pool, queries, places_in(side_by_side, tokens), layer=LAYER, scale=0.2, window=window)
+    assert np.abs(found[0] - wanted).max() < PLAIN.tolerance
+
+
 def test_passes_that_are_not_waited_for_see_each_other() -> None:
     """A few short ones, then one whose scores are waited for."""
     attention = CpuAttention()

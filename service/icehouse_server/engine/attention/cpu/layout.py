@@ -7,7 +7,7 @@ takes their scores in few steps and hardly any that nobody has. Pure arithmetic,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from icehouse_server.engine.attention.port import Ints, TokenPlaces
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """The first `count` tokens of a page, which some queries read."""
+    """The first `count` tokens of a page, which some queries read; or several whole pages side by side."""
 
     page: int
+    page_count: int
     first: int
     """Where their scores begin in the block."""
     count: int
@@ -88,18 +89,36 @@ def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: 
             asked = pages.setdefault((page, place), _Asked(0, []))
             asked.count = max(asked.count, count)
             asked.queries.append(query)
-    segments = [
-        Segment(page, place * size, asked.count, _columns(asked.queries, group), len(asked.queries) * group)
-        for (page, place), asked in pages.items()
-    ]
+    segments = _segments(pages, size=size, group=group)
     position_count = max(stop for _, _, stop in seen)
     hidden = [(_columns([query], group), slice(0, low)) for query, (_, low, _) in enumerate(seen) if low]
-    for segment, asked in zip(segments, pages.values(), strict=True):
-        end = segment.first + segment.count
+    for (_, place), asked in pages.items():
+        end = place * size + asked.count
         for query in asked.queries if len(asked.queries) > 1 else ():
             if seen[query][2] < end:
                 hidden.append((_columns([query], group), slice(seen[query][2], end)))
     return Block(np.array(tokens, np.int32), position_count, segments, hidden)
+
+
+def _segments(pages: Mapping[tuple[int, int], _Asked], *, size: int, group: int) -> list[Segment]:
+    """Return the pages in segments: those that lie side by side, for the same queries, in one."""
+    found: list[Segment] = []
+    last_queries: list[int] = []
+    for (page, place), asked in pages.items():
+        before = found[-1] if found else None
+        if (
+            before is not None
+            and asked.count == before.count // before.page_count == size
+            and (page, place * size) == (before.page + before.page_count, before.first + before.count)
+            and asked.queries == last_queries
+        ):
+            found[-1] = dataclasses.replace(
+                before, page_count=before.page_count + 1, count=before.count + size
+            )
+            continue
+        columns, last_queries = _columns(asked.queries, group), asked.queries
+        found.append(Segment(page, 1, place * size, asked.count, columns, len(asked.queries) * group))
+    return found
 
 
 def _low(position: int, window: int | None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from icehouse_server.engine.attention.cpu.layout import Block, blocks_of, shares_pages
+from icehouse_server.engine.attention.cpu.layout import Block, Segment, blocks_of, shares_pages
 from icehouse_server.engine.attention.cpu.softmax import HIDDEN, Floats, exponentials, in_two
 from icehouse_server.engine.attention.port import TokenPlaces
 
@@ -86,15 +86,25 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     columns = np.ascontiguousarray(asked.swapaxes(-1, -2))
     scores = np.full((len(asked), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
     for segment in block.segments:
-        keys = layer[segment.page, 0, heads, : segment.count]
-        told = np.matmul(keys, columns[:, :, segment.columns])
-        scores[:, segment.columns, segment.first : segment.first + segment.count] = told.swapaxes(-1, -2)
+        # [pages, KV heads, tokens of each, queries x heads of each]
+        told = np.matmul(_pages(layer, segment, 0, heads), columns[:, :, segment.columns])
+        by_query = told.transpose(1, 3, 0, 2).reshape(len(asked), -1, segment.count)
+        scores[:, segment.columns, segment.first : segment.first + segment.count] = by_query
     for some, positions in block.hidden:
         scores[:, some, positions] = HIDDEN
     sums = exponentials(scores.reshape(-1, block.position_count))
     output = np.zeros((len(asked), query_count * group, size), dtype=np.float32)
     for segment in block.segments:
         weights = scores[:, segment.columns, segment.first : segment.first + segment.count]
-        output[:, segment.columns] += np.matmul(weights, layer[segment.page, 1, heads, : segment.count])
+        by_page = weights.reshape(*weights.shape[:2], segment.page_count, -1).transpose(2, 0, 1, 3)
+        # One by one: sums do not hang on which pages lie side by side.
+        for found in np.matmul(by_page, _pages(layer, segment, 1, heads)):
+            output[:, segment.columns] += found
     output /= sums.reshape(len(asked), -1, 1)
     return output.reshape(len(asked), query_count, group, size).swapaxes(0, 1)
+
+
+def _pages(layer: Floats, segment: Segment, kind: int, heads: slice) -> Floats:
+    """Return the keys, or for `kind` 1 the values, [pages, KV heads, tokens of each, size]."""
+    token_count = segment.count // segment.page_count
+    return layer[segment.page : segment.page + segment.page_count, kind, heads, :token_count]
