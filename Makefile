@@ -15,6 +15,8 @@ COMPUTING := tests/unit/engine tests/system/sim tests/system/e2e tests/system/ca
 SHELL := /bin/sh
 
 BIN := $(VENV)/bin
+# A failure is told at once: a run that is cut off has said what failed.
+PYTEST = $(BIN)/python -m pytest -q --instafail
 STAMP := $(VENV)/.stamp-$(EXTRAS)
 PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.toml
 UV := $(shell command -v uv 2>/dev/null)
@@ -57,20 +59,20 @@ serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" 
 test test-slow test-processors test-fleet test-docs test-clients: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests, with many seeds and many kill -9: an hour on two cores.
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m slow --timeout 3600 $(ARGS)
 
 test-processors: $(STAMP) # Run the tests that compute as on other processors: half an hour each (PROCESSORS="Haswell Zen" chooses).
 	@for kind in $(PROCESSORS); do echo "== OPENBLAS_CORETYPE=$$kind"; \
-		OPENBLAS_CORETYPE=$$kind $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COMPUTING) $(ARGS) || exit 1; done
+		OPENBLAS_CORETYPE=$$kind $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COMPUTING) $(ARGS) || exit 1; done
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
-	@$(BIN)/python -m pytest -q -m fleet tests/system/fleet $(ARGS)
+	@$(PYTEST) -m fleet tests/system/fleet $(ARGS)
 
 test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
-	@$(BIN)/python -m pytest -q -m docs tests/system/docs $(ARGS)
+	@$(PYTEST) -m docs tests/system/docs $(ARGS)
 
 test-clients: $(STAMP) ## Run the tests and scenarios of each client whose tool chain is installed (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
