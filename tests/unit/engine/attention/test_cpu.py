@@ -163,7 +163,7 @@ def test_pages_side_by_side_give_the_very_numbers_of_pages_apart(window: int | N
     """They are read at once; a row that was restored has its tokens in other pages than the one before it."""
     tokens = [(0, 900), (1, 1000), (2, 640)]
     queries, keys, values = brought(PLAIN, len(tokens))
-    side_by_side = [list(range(0, 16)), list(range(16, 32)), list(range(32, 43))]
+    side_by_side = [list(range(16)), list(range(16, 32)), list(range(32, 43))]
     apart = tables_for([1024, 1024, 704], page_token_count=64, page_count=PAGE_COUNT)
     pool, other = (RandomPool.of(PLAIN.shape, page_count=PAGE_COUNT) for _ in range(2))
     content = np.array(pool.array)
