@@ -110,8 +110,8 @@ def test_an_address_in_use_is_an_os_error() -> None:
 
 
 def test_those_who_say_nothing_make_room_and_take_no_more_threads() -> None:
-    before = set(threading.enumerate())
     with serving() as server, contextlib.ExitStack() as stack:
+        before = set(threading.enumerate())  # the server's own among them, which goes on
         silent = []
         for number in range(3 * CONNECTION_LIMIT):
             connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=BOUND_S)
