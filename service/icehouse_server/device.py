@@ -73,6 +73,12 @@ class Device:
         return self.backend is Backend.CUDA
 
     @property
+    def products_are_costly(self) -> bool:
+        """Whether a matrix product of several rows costs the host time of its own, so that fewer and larger
+        ones pay: MLX's CUDA backend looks up an algorithm and captures a graph for each."""
+        return self.backend is Backend.CUDA
+
+    @property
     def compiles_at_first_use(self) -> bool:
         """Whether a kernel that has not run yet is compiled in front of whoever needs it."""
         return self.is_gpu

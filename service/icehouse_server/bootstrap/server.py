@@ -163,6 +163,7 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
         is_pipelined=device.runs_ahead,
         attention=Attention(config.engine.attention),
         warms_every_draw=device.compiles_at_first_use,
+        joins_layers=device.products_are_costly,
         is_memory_wired=config.engine.wired_memory,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
         image_feature_limit_bytes=config.engine.image_feature_bytes,

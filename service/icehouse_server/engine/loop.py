@@ -18,6 +18,7 @@ from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.mailbox import (
+    BurstWait,
     Cancel,
     Command,
     Drain,
@@ -25,7 +26,6 @@ from icehouse_server.engine.core.mailbox import (
     Message,
     QueryStats,
     Submit,
-    rest_of_burst,
 )
 from icehouse_server.engine.core.ports import Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
@@ -73,6 +73,7 @@ class EngineLoop:
         self._command_s = 0.0
         self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
         self._mailbox = mailbox
+        self._burst_wait = BurstWait()
         self._clock = clock
         self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()
@@ -200,8 +201,8 @@ class EngineLoop:
 
     def _take_in(self, timeout_s: float) -> None:
         messages = self._mailbox.take_all(timeout_s=timeout_s)
-        if self._is_idle and any(isinstance(message, Submit) for message in messages):
-            messages += rest_of_burst(self._mailbox, self._clock)
+        if work_count := sum(isinstance(message, Submit) for message in messages):
+            messages += self._burst_wait.rest(self._mailbox, self._clock, self._is_idle, work_count)
         for message in messages:
             self._receive(message)
         if not self._has_pass_to_run:

@@ -169,6 +169,23 @@ def test_an_idle_engine_waits_for_a_burst_but_a_moment() -> None:
     assert len(endless.mailbox.later) > 40, "the first pass runs while others are still coming"
 
 
+def test_who_comes_alone_again_and_again_is_begun_at_once_until_others_come_too() -> None:
+    served = SteppedLoop()
+
+    def waits_for_company(name: str) -> bool:
+        served.run()
+        served.loop.step()
+        assert served.loop.is_idle
+        served.submit(name, (1, 2), max_output_tokens=3)
+        before = len(served.mailbox.waits_s)
+        served.loop.step()
+        return any(wait_s > 0 for wait_s in served.mailbox.waits_s[before:])
+
+    assert [waits_for_company(f"r{n}") for n in range(4)] == [True, True, False, False]
+    served.submit("beside", (1, 2), max_output_tokens=3)
+    assert waits_for_company("later"), "two ran at once"
+
+
 def test_eos_ends_without_text_and_counts() -> None:
     served = SteppedLoop()
     served.runner.next_token = lambda history: EOS if len(history) > 4 else 120

@@ -28,6 +28,7 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
+from icehouse_server.engine.attention.early_start import EARLY_START
 from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.kv.pass_clock import PassClock
@@ -89,7 +90,12 @@ class Pipeline:
         if not (self._decoding or parts):
             return self._result(told, ended, is_behind=bool(ended))
         FIRST_WAIT.expect(None if is_ahead else before_wait)
-        current = self._built(parts, before, is_ahead=is_ahead)
+        if self._is_pipelined and before is None:
+            EARLY_START.begin()
+        try:
+            current = self._built(parts, before, is_ahead=is_ahead)
+        finally:
+            EARLY_START.end()
         FIRST_WAIT.come()  # this dispatch waits, where nothing ran ahead
         if self._is_pipelined:
             current.began_time = self._clock.monotonic()

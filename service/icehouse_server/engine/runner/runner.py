@@ -37,6 +37,7 @@ from icehouse_server.engine.runner.forward import (
     Attention,
     Features,
     ForwardPass,
+    JoinedLayers,
     PassFacts,
     Row,
     Way,
@@ -71,6 +72,8 @@ class RunnerSettings:
     """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
     attention: Attention = Attention.AUTO
     """Whether sequences keep their KV to themselves, or in pages where they can."""
+    joins_layers: bool = False
+    """Compute layers that read the same input as one product, unless adapters share the model's weights."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
     memory_limit_bytes: int = 0
@@ -423,7 +426,10 @@ class ModelRunner:
         """
         try:
             facts = examine(
-                model, make_caches=self.fresh_caches, goes_layered=not self._settings.is_pipelined
+                model,
+                make_caches=self.fresh_caches,
+                goes_layered=not self._settings.is_pipelined,
+                join=JoinedLayers if self._settings.joins_layers and not self._source.adapters else None,
             )
         except ValueError as error:
             if not self._settings.kv_bits:

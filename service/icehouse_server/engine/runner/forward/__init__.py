@@ -23,6 +23,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
+from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.row import Features, Row, Share
 from icehouse_server.engine.runner.forward.trial import examine
@@ -39,6 +40,7 @@ __all__ = [
     "Attention",
     "Features",
     "ForwardPass",
+    "JoinedLayers",
     "LayeredChunk",
     "NotSplittable",
     "PassFacts",

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as upstream_attention
 
 from icehouse_server.engine.attention.cpu.quantized import attend_in_floats, reads_floats
+from icehouse_server.engine.attention.early_start import EARLY_START
 from icehouse_server.engine.attention.gather import attend_row
 from icehouse_server.engine.runner.forward.layer_view import FlatLayer, PagedLayer
 from icehouse_server.engine.runner.forward.masks import Mask
@@ -28,7 +29,9 @@ def attend(
         raise NotSplittable("attention got other values than those that went into the cache")
     masks = layer.masks_for(mask)
     if layer.paged is not None:
-        return attend_pages(layer, layer.paged, queries, keys, values, scale=scale, masks=masks, sinks=sinks)
+        found = attend_pages(layer, layer.paged, queries, keys, values, scale=scale, masks=masks, sinks=sinks)
+        EARLY_START.note_layer(found)
+        return found
     if layer.fetched is None:
         layer.fetched = _updated(layer, keys, values)
     outputs = _by_row(layer, queries, masks, scale=scale, sinks=sinks)

@@ -18,6 +18,7 @@ import mlx.core as mx
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.kv_cache.caches import make_caches as make_model_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.model_seam import Trunk
 from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
@@ -45,15 +46,19 @@ def examine(
     make_caches: Callable[[], list[Any]] | None = None,
     schedule: Schedule = _SCHEDULE,
     goes_layered: bool = True,
+    join: Callable[[Any], JoinedLayers] | None = None,
 ) -> PassFacts:
     """Return how passes of this model are run. Raises what the model raises when called by itself.
 
     `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
     is for tests, whose windows are short. `goes_layered`: find out as well whether chunks may go through the
-    layers a few in each pass, which no device that runs ahead has any use for.
+    layers a few in each pass, which no device that runs ahead has any use for. `join`: join layers of the
+    model, where it then gives what it gave before.
     """
     make = make_caches or functools.partial(make_model_caches, model)
     yardstick = _Yardstick.of(model, make, schedule)
+    if join is not None:
+        _join(model, join, make, yardstick)
     plain = PassFacts(caches=(), **_head_facts(model, make, yardstick))
     caches = make()
     takes_back = can_take_back(caches)
@@ -110,6 +115,26 @@ class _Yardstick:
         for number, counts in enumerate(self.schedule):
             yield number, tuple(begun)
             begun = [have + count for have, count in zip(begun, counts, strict=True)]
+
+
+def _join(
+    model: Any, join: Callable[[Any], JoinedLayers], make: Callable[[], list[Any]], yardstick: _Yardstick
+) -> None:
+    """Join layers, and separate them again where the model gives something else then."""
+    joined = join(model)
+    after = _Yardstick.of(model, make, yardstick.schedule)
+    pairs = [
+        pair
+        for ours, alone in zip(after.logits, yardstick.logits, strict=True)
+        for pair in zip(ours, alone, strict=True)
+    ]
+    moved = max(_distance(ours, alone) for ours, alone in pairs)
+    is_right = moved <= yardstick.tolerance
+    if not is_right:
+        joined.separate()
+        _log.warning("layers_not_joined", extra={"detail": f"outputs differ by {moved:.2g} of their size"})
+    elif len(joined):
+        _log.info("layers_joined", extra={"product_count": len(joined)})
 
 
 def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick: _Yardstick) -> str:

@@ -1,0 +1,45 @@
+"""Early start of a pass: a device that has nothing else to do begins while the rest of the pass is built.
+
+A prompt whose KV is in RAM waits for one pass alone. Of Qwen3-4B's shape the host builds and encodes it in
+6 ms and an H100 computes it in 4, one behind the other if the device gets it as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import mlx.core as mx
+
+_LAYERS_A_START: Final = 6
+"""Attended, before the device is given what was built: each time costs the host some 50 us."""
+
+
+class EarlyStart:
+    """Gives the device the layers that were built, while `is_on`."""
+
+    def __init__(self) -> None:
+        self._layer_count: int | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._layer_count is not None
+
+    def begin(self) -> None:
+        """The device has nothing to do."""
+        self._layer_count = 0
+
+    def end(self) -> None:
+        """The pass is built."""
+        self._layer_count = None
+
+    def note_layer(self, output: mx.array) -> None:
+        """Take notice that a layer has attended; the device may compute it."""
+        if self._layer_count is None:
+            return
+        self._layer_count += 1
+        if self._layer_count % _LAYERS_A_START == 0:
+            mx.async_eval(output)
+
+
+EARLY_START: Final = EarlyStart()
+"""Of the pass being built, which one thread builds."""

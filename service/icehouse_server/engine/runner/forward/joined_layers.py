@@ -1,0 +1,104 @@
+"""Joined layers: linear layers that read the same input, computed as one product (inference thread).
+
+Where each product of several rows costs the host time of its own, a layer's queries, keys and values, and the
+two halves of its MLP, are five of seven. MLX's CUDA backend asks cuBLAS for an algorithm and captures a graph
+for every product of more than one row, 14 us each (Qwen3-4B's shape, H100, mlx 0.32.4).
+
+The weights of joined layers lie behind each other in one array, of which each layer's own are a view. So a
+layer that is given another input than the others, or a single token, still computes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from icehouse_server.engine.runner.forward.model_seam import become, modules_of
+
+_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Of layers that read the same input, where a module has all of them."""
+_KINDS = (nn.Linear, nn.QuantizedLinear)
+_PURPOSE = "joined"
+
+
+class JoinedLayers:
+    """The layers of one model that are computed together, until `separate`."""
+
+    def __init__(self, model: Any) -> None:
+        """Join what can be joined. A layer's weights are in memory twice only while it is its turn."""
+        self._products = [_Product(layers) for layers in _joinable(model)]
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    def separate(self) -> None:
+        """Let every layer compute by itself again."""
+        for product in self._products:
+            product.is_on = False
+
+
+class _Product:
+    """One product that stands for several layers'."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        first = layers[0]
+        self.is_on = True
+        self._whole = type(first).__new__(type(first))
+        nn.Module.__init__(self._whole)
+        vars(self._whole).update(vars(first))
+        sizes = [layer.weight.shape[0] for layer in layers]
+        self._cuts = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]
+        for key in _arrays_of(first):
+            whole = self._whole[key] = mx.concatenate([layer[key] for layer in layers])
+            for layer, part in zip(layers, mx.split(whole, self._cuts), strict=True):
+                layer[key] = part
+        mx.eval(self._whole.parameters(), [layer.parameters() for layer in layers])
+        self._input: mx.array | None = None
+        self._outputs: dict[int, mx.array] = {}
+        """Those that were not asked for yet."""
+        for number, layer in enumerate(layers):
+            become(layer, _PURPOSE, _joined_call)
+            object.__setattr__(layer, "_forward_joined", (self, number))
+
+    def output(self, x: mx.array, number: int, alone: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return what a layer makes of `x`; whoever comes first with it has it computed for all."""
+        if x is not self._input or number not in self._outputs:
+            if not self.is_on or x.size == x.shape[-1]:
+                return alone(x)
+            self._input = x
+            self._outputs = dict(enumerate(mx.split(self._whole(x), self._cuts, axis=-1)))
+        found = self._outputs.pop(number)
+        if not self._outputs:
+            self._input = None
+        return found
+
+
+def _joinable(model: Any) -> Iterator[list[Any]]:
+    for module in modules_of(model):
+        for names in _NAMES:
+            layers = [getattr(module, name, None) for name in names]
+            if all(type(layer) in _KINDS for layer in layers) and len({*map(_form, layers)}) == 1:
+                yield layers
+
+
+def _form(layer: Any) -> tuple[Any, ...]:
+    """Return what layers must have in common to be joined."""
+    arrays = tuple((key, array.shape[1:], array.dtype) for key, array in _arrays_of(layer).items())
+    settings = tuple(getattr(layer, name, None) for name in ("group_size", "bits", "mode"))
+    return type(layer), arrays, settings
+
+
+def _arrays_of(layer: Any) -> dict[str, mx.array]:
+    return {key: value for key, value in layer.items() if isinstance(value, mx.array)}
+
+
+def _joined_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(self: Any, x: mx.array) -> mx.array:
+        product, number = self._forward_joined
+        found: mx.array = product.output(x, number, lambda alone: call(self, alone))
+        return found
+
+    return run
