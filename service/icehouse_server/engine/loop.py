@@ -1,7 +1,6 @@
 """Engine loop: the step that drains the mailbox, plans, runs one forward pass, publishes (inference thread).
 
-Everything here is plain code on one thread: no locks, no waiting but in the mailbox. With a
-fake runner and a fake clock the same loop runs in tests, one `step` at a time.
+One thread, no locks, no waiting but in the mailbox. Tests step it with a fake runner and a fake clock.
 """
 
 from __future__ import annotations
@@ -234,8 +233,7 @@ class EngineLoop:
 
     def _command(self, message: Command) -> None:
         """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
-        is_due = self._command_s < _COMMAND_S and not self._waiting_commands
-        if is_due or self.is_done:
+        if (self._command_s < _COMMAND_S and not self._waiting_commands) or self.is_done:
             self._carry_out(message)
         elif len(self._waiting_commands) < _COMMAND_LIMIT:
             self._waiting_commands.append(message)
@@ -347,7 +345,7 @@ class EngineLoop:
         if overrun is not None:
             self._requests.fail(overrun.sequence, overrun.error)
         self._requests.release_ended()
-        # The last pass of a prompt that is measured or pooled may be in flight, with nothing behind it.
+        # The last pass of a prompt that is measured or pooled may be in flight.
         is_unread = any(sequence.unread_chunk_count for sequence in self._scheduler.running)
         if not (plan.chunks or self._scheduler.is_decoding or is_unread):
             return overrun is not None
@@ -365,7 +363,10 @@ class EngineLoop:
         for chunk in plan.chunks:
             self._advance(chunk)
         read = self._take_read(result)
-        self._keep(plan.chunks, self._deliver(result.drawn))
+        drawing = self._deliver(result.drawn)
+        if result.leaves_device_idle:
+            self._output.publish()  # not behind the next pass, which a GPU's host builds for 10 ms
+        self._keep(plan.chunks, drawing)
         for sequence in read:
             self._end_if_nothing_is_asked(sequence)
         self._requests.release_ended()
@@ -374,11 +375,10 @@ class EngineLoop:
     def _note_time(self, plan: PassPlan, result: PassResult) -> None:
         """Count what ran, and learn from the pass whose time is told."""
         self.counters.note_pass(prefilled_token_count=plan.kept_count, output_token_count=len(result.drawn))
-        timed = self._dispatched if result.is_behind else plan
-        self._dispatched = plan
+        timed, self._dispatched = self._dispatched if result.is_behind else plan, plan
+        elapsed_s = result.elapsed_s
         if timed is None:
             return
-        elapsed_s = result.elapsed_s
         if timed.advanced_token_count:
             self.counters.note_prefill_rate(timed.advanced_token_count, timed.prefill_s(elapsed_s))
             self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)

@@ -551,6 +551,17 @@ def test_a_wait_ends_with_the_nearest_deadline() -> None:
     assert isinstance(served.recorder.end_of("loads"), Failed)
 
 
+def test_a_token_of_a_device_that_is_idle_is_published_before_the_next_pass_is_built() -> None:
+    served = SteppedLoop()
+    run = served.runner.run
+    served.runner.run = lambda *args, **options: dataclasses.replace(  # type: ignore[method-assign]
+        run(*args, **options), leaves_device_idle=True
+    )
+    served.submit("a", range(1, 4), max_output_tokens=3)
+    served.loop.step()
+    assert served.recorder.tokens_of("a")
+
+
 def test_a_device_that_runs_ahead_is_asked_for_its_last_tokens() -> None:
     served = SteppedLoop()
     behind: list[PassResult] = [PassResult(is_behind=True)]

@@ -119,6 +119,8 @@ class PassResult:
     that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
     time between two passes. 0 where no pass was waited for."""
     is_behind: bool = False
+    leaves_device_idle: bool = False
+    """Nothing is in flight, on a device that is usually kept a pass ahead."""
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""
 

@@ -291,6 +291,7 @@ class Pipeline:
             drafted_count=last.drafted_count,
             elapsed_s=last.elapsed_s,
             is_behind=is_behind,
+            leaves_device_idle=self._is_pipelined and not is_behind,
         )
 
 

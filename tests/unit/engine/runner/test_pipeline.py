@@ -69,6 +69,7 @@ def test_a_first_token_is_told_by_its_own_pass_where_that_is_asked_for(tmp_path:
         chunk = Chunk(SequenceId(number), PROMPT, row=DecodeRow(SamplingParams(), PROMPT))
         first = runner.run([chunk], reads_at_once=reads_at_once)
         assert len(first.drawn) == int(reads_at_once) and first.is_behind is not reads_at_once
+        assert first.leaves_device_idle is reads_at_once
         results = [first, *(runner.run([]) for _ in range(4 - reads_at_once))]
         drawn.append([each.token_id for result in results for each in result.drawn][:3])
         runner.release([SequenceId(number)])
