@@ -125,9 +125,8 @@ def _setup(arguments: argparse.Namespace, scratch: Path, log_file: Path) -> Setu
 
 
 def _memory_flags() -> tuple[str, ...]:
-    """Return flags that leave more than half of a GPU to the engine beside the server, whose prompts of 16,000
-    tokens found no room in a half (80 GB); asked in a process of its own, since who asks holds memory there.
-    """
+    """Return flags that leave more than half of a GPU to the engine beside the server: for 16,000 tokens half
+    of 80 GB was too little. Asked in a process of its own, since who asks holds memory there."""
     asks = (
         "from icehouse_server.device import find_device; device = find_device(); "
         "print(device.is_gpu * (device.memory_bytes or 0))"
@@ -219,9 +218,7 @@ def _compare_replies(arguments: argparse.Namespace, scratch: Path, run: Run, log
     folder.mkdir()
     setup = _setup(own, folder, log_file)
     lengths = [n for n in LENGTHS if arguments.scale >= 1.0 or n <= _EXACT_LENGTH_LIMIT]
-    figures, judged = measure_exactness(setup, lengths=lengths)
-    _say(*(each.line for each in judged))
-    run.figures += figures
+    run.figures += measure_exactness(setup, lengths=lengths, on_judged=lambda judged: _say(judged.line))
 
 
 def _report(run: Run, arguments: argparse.Namespace, *, duration_s: float) -> None:

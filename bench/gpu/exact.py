@@ -7,7 +7,7 @@ are compared with is the same prompt alone in mlx-lm's engine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bench.cases.figure import Figure, FigureKey, Unit
 from bench.engine_process import EngineProcess
@@ -58,8 +58,11 @@ def judge_replies(
     return Judged(what, tuple(reply.cached_token_count for reply in heard), tuple(differences))
 
 
-def measure_exactness(setup: Setup, *, lengths: Sequence[int] = LENGTHS) -> tuple[list[Figure], list[Judged]]:
-    """Ask for prompts cold, from RAM and, after a restart, from SSD, one by one and together."""
+def measure_exactness(
+    setup: Setup, *, lengths: Sequence[int] = LENGTHS, on_judged: Callable[[Judged], None]
+) -> list[Figure]:
+    """Ask for prompts cold, from RAM and, after a restart, from SSD, one by one and together; each asking is
+    told once it is judged."""
     engine = EngineProcess(
         model_path=setup.model_path,
         dtype=setup.dtype,
@@ -68,7 +71,7 @@ def measure_exactness(setup: Setup, *, lengths: Sequence[int] = LENGTHS) -> tupl
         ignores_end_tokens=True,
         environment=ENVIRONMENT,
     )
-    judged: list[Judged] = []
+    count = 0
     with engine:
         sides = Sides(setup, engine, seed=_SEED, environment=ENVIRONMENT)
         some, others = sides.prompts.take_each(lengths), sides.prompts.take_each(lengths)
@@ -78,12 +81,15 @@ def measure_exactness(setup: Setup, *, lengths: Sequence[int] = LENGTHS) -> tupl
         }
 
         def ask(what: str, prompts: Sequence[Sequence[int]], *, together: bool) -> None:
+            nonlocal count
             groups = [prompts] if together else [[prompt] for prompt in prompts]
             heard = [
                 each for group in groups for each in sides.callers.ask(group, max_output_tokens=OUTPUT_COUNT)
             ]
             told = f"{what}, {'together' if together else 'one by one'}"
-            judged.append(judge_replies(told, heard, alone[id(prompts)], lengths))
+            judged = judge_replies(told, heard, alone[id(prompts)], lengths)
+            on_judged(judged)
+            count += len(judged.differences)
 
         with sides.opened():
             ask("cold", some, together=False)
@@ -94,5 +100,4 @@ def measure_exactness(setup: Setup, *, lengths: Sequence[int] = LENGTHS) -> tupl
             sides.start()
             ask("SSD", some, together=False)
             ask("SSD", others, together=True)
-    count = sum(len(each.differences) for each in judged)
-    return [Figure(FigureKey(EXACT, UNEQUAL, unit=Unit.TOKENS), count)], judged
+    return [Figure(FigureKey(EXACT, UNEQUAL, unit=Unit.TOKENS), count)]

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import NoReturn
@@ -51,9 +50,6 @@ _BOUNDS = BOUNDS
 """What whoever stops the server was told."""
 
 _LOOK_S = 0.02
-_SWITCH_INTERVAL_S = 0.0005
-"""After which a thread gives the interpreter to another one. A pass takes a GPU's host 6 to 10 ms, and with
-Python's own 5 ms the event loop got it once or twice meanwhile."""
 _LOOP_THREADS = "event_loop"
 """What the threads of the event loop's own executor are called; each loop has another name for them."""
 
@@ -61,10 +57,7 @@ _LOOP_THREADS = "event_loop"
 def serve(loaded: LoadedConfig) -> None:
     """Serve until a signal. Raises IcehouseError when the server cannot start or its engine dies."""
     device = find_device()
-    if device.is_gpu:
-        # Whoever is told of a token waits for the thread that builds the next pass.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    else:
+    if not device.is_gpu:
         heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config.connection)

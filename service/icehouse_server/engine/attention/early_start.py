@@ -10,35 +10,38 @@ from typing import Final
 
 import mlx.core as mx
 
+from icehouse_server.clock import Clock
+
 _LAYERS_A_START: Final = 6
 """Attended, before the device is given what was built: each time costs the host some 50 us."""
 
 
 class EarlyStart:
-    """Gives the device the layers that were built, while `is_on`."""
+    """Gives the device the layers that were built, from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self._layer_count: int | None = None
-
-    @property
-    def is_on(self) -> bool:
-        return self._layer_count is not None
-
-    def begin(self) -> None:
-        """The device has nothing to do."""
+        self._clock: Clock | None = None
         self._layer_count = 0
+        self._began_time: float | None = None
 
-    def end(self) -> None:
-        """The pass is built."""
-        self._layer_count = None
+    def begin(self, clock: Clock) -> None:
+        """The device has nothing to do."""
+        self._clock, self._layer_count, self._began_time = clock, 0, None
+
+    def end(self) -> float | None:
+        """The pass is built. Return when the device began with it, None where it was given nothing yet."""
+        self._clock = None
+        return self._began_time
 
     def note_layer(self, output: mx.array) -> None:
         """Take notice that a layer has attended; the device may compute it."""
-        if self._layer_count is None:
+        if self._clock is None:
             return
         self._layer_count += 1
         if self._layer_count % _LAYERS_A_START == 0:
-            mx.async_eval(output)
+            mx.async_eval(output)  # type: ignore[no-untyped-call]
+            if self._began_time is None:
+                self._began_time = self._clock.monotonic()
 
 
 EARLY_START: Final = EarlyStart()

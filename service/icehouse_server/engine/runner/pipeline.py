@@ -91,14 +91,14 @@ class Pipeline:
             return self._result(told, ended, is_behind=bool(ended))
         FIRST_WAIT.expect(None if is_ahead else before_wait)
         if self._is_pipelined and before is None:
-            EARLY_START.begin()
+            EARLY_START.begin(self._clock)
         try:
             current = self._built(parts, before, is_ahead=is_ahead)
         finally:
-            EARLY_START.end()
+            early_time = EARLY_START.end()
         FIRST_WAIT.come()  # this dispatch waits, where nothing ran ahead
         if self._is_pipelined:
-            current.began_time = self._clock.monotonic()
+            current.began_time = self._clock.monotonic() if early_time is None else early_time
         if before is not None and current.needs_tokens:
             current.dispatch()
             if before_wait is not None:

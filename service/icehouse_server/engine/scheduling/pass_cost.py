@@ -94,9 +94,10 @@ class PassCost:
     read_s: float = 0.0
 
     def seconds(self, size: PassSize) -> float:
-        """Return what a pass of this size is expected to take."""
+        """Return what a pass of this size is expected to take, more than nothing."""
         tokens_s = self.token_s * size.token_count + self.draw_s * size.draw_count
-        return self.fixed_s + tokens_s + self.score_s * size.score_count + self.read_s * size.read_count
+        scores_s, reads_s = self.score_s * size.score_count, self.read_s * size.read_count
+        return max(self.fixed_s + tokens_s + scores_s + reads_s, _LEAST_S)
 
     def base_s(self, start: int) -> float:
         """Return what a chunk takes however few its tokens are."""
@@ -264,7 +265,7 @@ class PassCostLearner:
     def _ratio(self, measured: _Measured) -> float:
         """Return what a pass took to what was last expected of its size."""
         cost = self._cost or self.cost()
-        return measured.elapsed_s / max(cost.seconds(measured.size), _LEAST_S) if cost else 1.0
+        return measured.elapsed_s / cost.seconds(measured.size) if cost else 1.0
 
     def _keep_surprises(self) -> None:
         """Take what was far off for true of its sizes: once it is known whether all else changed with it."""

@@ -6,28 +6,33 @@ import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.early_start import EarlyStart
 
-
-def given_counts(monkeypatch: pytest.MonkeyPatch, early: EarlyStart, layer_count: int) -> list[int]:
-    """Return before which of so many layers something was given to the device."""
-    found: list[int] = []
-    layers = iter(range(1, layer_count + 1))
-    number = 0
-    really = mx.async_eval
-
-    def noting(*arrays: mx.array) -> None:
-        found.append(number)
-        really(*arrays)
-
-    monkeypatch.setattr(mx, "async_eval", noting)
-    for number in layers:
-        early.note_layer(mx.zeros(1))
-    return found
+from tests.fixtures.engine import FakeClock
 
 
-def test_every_few_layers_are_given_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = EarlyStart()
-    assert given_counts(monkeypatch, early, 13) == []
-    early.begin()
-    assert given_counts(monkeypatch, early, 13) == [6, 12]
-    early.end()
-    assert given_counts(monkeypatch, early, 13) == []
+def given(monkeypatch: pytest.MonkeyPatch, early: EarlyStart, clock: FakeClock) -> list[int]:
+    """Return which of 13 layers, a second apart, were given to the device."""
+    found: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", found.append)
+    for number in range(1, 14):
+        clock.now += 1.0
+        early.note_layer(mx.array(number))
+    return [int(array) for array in found]
+
+
+def test_every_few_layers_are_given_to_a_device_that_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early, clock = EarlyStart(), FakeClock()
+    assert given(monkeypatch, early, clock) == []
+    early.begin(clock)
+    began_time = clock.now
+    assert given(monkeypatch, early, clock) == [6, 12]
+    assert early.end() == began_time + 6.0
+    assert given(monkeypatch, early, clock) == []
+
+
+def test_a_pass_of_few_layers_is_given_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, clock = EarlyStart(), FakeClock()
+    early.begin(clock)
+    early.note_layer(mx.zeros(1))
+    assert early.end() is None

@@ -107,6 +107,10 @@ def test_costs_are_never_negative() -> None:
     assert cost is not None and min(dataclasses.astuple(cost)) >= 0.0
 
 
+def test_no_pass_takes_nothing() -> None:
+    assert PassCost(0.0, 0.0, 0.0).seconds(PassSize(1, 1)) > 0.0, "rates divide by it"
+
+
 def test_one_hiccup_changes_little() -> None:
     learner = PassCostLearner(POLICY)
     teach(learner, TRUTH, VARIED)

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 
 from icehouse_server.engine.runner.forward.model_seam import become, modules_of
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Of layers that read the same input, where a module has all of them."""
-_KINDS = (nn.Linear, nn.QuantizedLinear)
+_KINDS = (Linear, QuantizedLinear)
 _PURPOSE = "joined"
 
 
@@ -46,8 +48,9 @@ class _Product:
     def __init__(self, layers: Sequence[Any]) -> None:
         first = layers[0]
         self.is_on = True
-        self._whole = type(first).__new__(type(first))
-        nn.Module.__init__(self._whole)
+        kind: Any = type(first)
+        self._whole = kind.__new__(kind)
+        Module.__init__(self._whole)  # type: ignore[no-untyped-call]
         vars(self._whole).update(vars(first))
         sizes = [layer.weight.shape[0] for layer in layers]
         self._cuts = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]

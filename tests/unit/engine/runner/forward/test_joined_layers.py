@@ -8,7 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.forward import ForwardPass, JoinedLayers, Row, Share, examine
-from mlx import nn
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import quantize
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
@@ -17,13 +20,13 @@ from tests.unit.engine.runner.forward.company import prompt_of
 _WIDTH = 64
 
 
-class Mlp(nn.Module):
+class Mlp(Module):
     """Two layers of one input."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(_WIDTH, 96, bias=bias)
-        self.up_proj = nn.Linear(_WIDTH, 128, bias=bias)
+        self.gate_proj = Linear(_WIDTH, 96, bias=bias)
+        self.up_proj = Linear(_WIDTH, 128, bias=bias)
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         return [self.gate_proj(x), self.up_proj(x)]
@@ -45,7 +48,7 @@ def product_count(*arrays: mx.array) -> int:
 def test_joined_layers_give_what_each_gives_alone(bias: bool, is_quantized: bool) -> None:
     mlp = Mlp(bias=bias)
     if is_quantized:
-        nn.quantize(mlp, group_size=32, bits=4)
+        quantize(mlp, group_size=32, bits=4)
     x = inputs(5)
     alone = mlp(x)
     mx.eval(alone)
@@ -85,7 +88,7 @@ def test_layers_of_different_kinds_are_not_joined() -> None:
     mlp.up_proj = mlp.up_proj.to_quantized(group_size=32, bits=4)
     assert len(JoinedLayers(mlp)) == 0
     mlp = Mlp()
-    mlp.up_proj = nn.Linear(_WIDTH, 128)  # with a bias
+    mlp.up_proj = Linear(_WIDTH, 128)  # with a bias
     assert len(JoinedLayers(mlp)) == 0
 
 
@@ -111,7 +114,7 @@ def test_rows_of_a_joined_model_take_fewer_products() -> None:
     assert counts[0] - counts[1] == 3 * len(model.layers)  # three are one, and two are one
 
 
-class ChangesItsInput(nn.Module):
+class ChangesItsInput(Module):
     """What no model does: the second layer reads another input by the same name."""
 
     def __init__(self, mlp: Any) -> None:
@@ -121,7 +124,7 @@ class ChangesItsInput(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         gate = self.gate_proj(x)
         x += 1.0
-        return self.down_proj(nn.silu(gate) * self.up_proj(x))
+        return self.down_proj(silu(gate) * self.up_proj(x))
 
 
 def test_a_model_that_joining_would_change_is_left_as_it_is() -> None:
