@@ -22,7 +22,7 @@ from icehouse_server.engine.runner.forward.model_seam import become, modules_of
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Of layers that read the same input, where a module has all of them."""
-_KINDS = (Linear, QuantizedLinear)
+_KINDS = {Linear, QuantizedLinear}
 _PURPOSE = "joined"
 
 
@@ -83,7 +83,8 @@ def _joinable(model: Any) -> Iterator[list[Any]]:
     for module in modules_of(model):
         for names in _NAMES:
             layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) in _KINDS for layer in layers) and len({*map(_form, layers)}) == 1:
+            kinds = {type(layer) for layer in layers}
+            if kinds <= _KINDS and len({*map(_form, layers)}) == 1:
                 yield layers
 
 
