@@ -68,7 +68,7 @@ func TestOfSeveralCompletionsTheFirstIsTheReply(t *testing.T) {
 	client := dial(t, liveServers(t).Address)
 	request := &icehousev1.GenerateRequest{
 		Prompt: Text("Once"), MaxOutputTokens: 8, Completions: 2,
-		Sampling: &icehousev1.SamplingParams{Temperature: new(1.0), Seed: new(uint64(7))},
+		Sampling: &icehousev1.SamplingParams{Temperature: 1, Seed: new(uint64(7))},
 	}
 	whole, err := client.Generate(t.Context(), request)
 	if err != nil {
@@ -96,7 +96,7 @@ func TestPromptsOfEveryKind(t *testing.T) {
 	for _, request := range []*icehousev1.GenerateRequest{
 		{Prompt: Text("Hi"), MaxOutputTokens: 1},
 		{Prompt: Tokens(10, 11, 12), MaxOutputTokens: 1},
-		{Prompt: Chat(Message("system", "Be kind."), Message("user", "Hi")), MaxOutputTokens: 1},
+		{Prompt: Chat(System("Be kind."), User("Hi"), Assistant("Hello."), User("How are you?")), MaxOutputTokens: 1},
 	} {
 		response, err := client.Generate(t.Context(), request)
 		if err != nil || response.GetUsage().GetOutputTokens() != 1 {

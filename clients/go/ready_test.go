@@ -69,7 +69,7 @@ func TestTheWaitEndsWithTheClientsTimeout(t *testing.T) {
 func TestWhatWaitingCannotHelpIsToldAtOnce(t *testing.T) {
 	script := &scripted{states: []icehousev1.ServerState{loading, failed}}
 	_, err := serve(t, script).WaitReady(t.Context())
-	if found := refusal(t, err); !errors.Is(err, ErrEngineFailed) || found.Reason != "ENGINE_FAILED" {
+	if found := refusal(t, err); found.ErrorReason() != icehousev1.ErrorReason_ERROR_REASON_ENGINE_FAILED {
 		t.Error(err)
 	}
 	script = &scripted{refusals: 9, refusal: status.Error(codes.Unauthenticated, "who are you?")}

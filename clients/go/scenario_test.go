@@ -179,21 +179,24 @@ func (s scenario) ownName() string {
 	return fmt.Sprintf("go-%s-%d", s.name, os.Getpid())
 }
 
+func (s scenario) prompt() *icehousev1.Prompt {
+	if s.Input.Text != "" {
+		return Text(s.Input.Text)
+	}
+	return Text(strings.Repeat(s.Input.TextUnit, s.Input.Repeat))
+}
+
 // request returns a request for the scenario's prompt.
 func (s scenario) request() *icehousev1.GenerateRequest {
-	text := s.Input.Text
-	if text == "" {
-		text = strings.Repeat(s.Input.TextUnit, s.Input.Repeat)
-	}
 	return &icehousev1.GenerateRequest{
-		RequestId: s.ownName(), Prompt: Text(text), MaxOutputTokens: s.Input.MaxOutputTokens,
+		RequestId: s.ownName(), Prompt: s.prompt(), MaxOutputTokens: s.Input.MaxOutputTokens,
 	}
 }
 
 // tenantRequest returns the same with a tenant whose cache, or quota, no other test has used.
 func (s scenario) tenantRequest() *icehousev1.GenerateRequest {
 	request := s.request()
-	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	request.Cache = s.tenantCache()
 	return request
 }
 

@@ -14,7 +14,7 @@ func (s scenario) shown(image []byte) *icehousev1.GenerateRequest {
 	talk.Say(s.Input.Question, Image(image, s.Input.MediaType))
 	request := talk.Request()
 	request.MaxOutputTokens = s.Input.MaxOutputTokens
-	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	request.Cache = s.tenantCache()
 	return request
 }
 
