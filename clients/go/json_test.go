@@ -10,7 +10,7 @@ type place struct {
 	Name string `json:"name"`
 }
 
-// Place is exported, as embedded fields are that count.
+// Place is exported: SchemaOf ignores embedded fields that are not.
 type Place struct{ Name string }
 
 type trip struct {

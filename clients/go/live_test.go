@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,7 +15,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// servers are what tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS.
+// servers are the ones that tests/system/clients/live_servers.py started, as ICEHOUSE_TEST_SERVERS describes them.
 type servers struct {
 	Model           string
 	Address         string
@@ -167,5 +168,31 @@ func TestTheModelsAreThereToo(t *testing.T) {
 	_, err = client.Models.GetModel(t.Context(), &icehousev1.GetModelRequest{Model: "none"})
 	if refusal(t, err).Reason != "MODEL_NOT_FOUND" {
 		t.Error(err)
+	}
+}
+
+func TestTheCountersAreThereAtOnce(t *testing.T) {
+	stats, err := dial(t, liveServers(t).Address).GetStats(t.Context())
+	if err != nil || stats.GetCollectTime() == nil || stats.GetEngine() == nil || stats.GetCache() == nil {
+		t.Error(stats, err)
+	}
+}
+
+func TestAllBlocksAreEvicted(t *testing.T) {
+	client := dial(t, liveServers(t).ChatAddress)
+	prompt := Text(strings.Repeat("The ice house keeps what was cut in winter. ", 8))
+	if _, err := client.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: prompt}); err != nil {
+		t.Fatal(err)
+	}
+	var steps []*icehousev1.EvictProgress
+	result, err := client.EvictAll(t.Context(), &icehousev1.EvictAllRequest{}, func(progress *icehousev1.EvictProgress) {
+		steps = append(steps, progress)
+	})
+	if err != nil || result.GetRamBlockCount() == 0 || len(steps) == 0 {
+		t.Error(result, steps, err)
+	}
+	explained, err := client.Explain(t.Context(), &icehousev1.ExplainRequest{Prompt: prompt})
+	if err != nil || len(explained.GetBlocks()) != 0 {
+		t.Error(explained, err)
 	}
 }

@@ -36,7 +36,7 @@ func TestAServerThatIsYetToComeIsWaitedFor(t *testing.T) {
 		_, err := client.WaitReady(t.Context())
 		answered <- err
 	}()
-	// Nobody has taken its connection so far.
+	// Nobody has accepted its connection so far.
 	script := &scripted{states: []icehousev1.ServerState{ready}}
 	serveOn(t, listener, script, grpc_health_v1.HealthCheckResponse_SERVING)
 	if err := <-answered; err != nil {

@@ -78,7 +78,7 @@ func TestAnAnswerHasWhatAStreamSaysAtItsEnds(t *testing.T) {
 	if !proto.Equal(reply.Started, started) || !proto.Equal(reply.Finished, finished) {
 		t.Error(reply.Started, reply.Finished)
 	}
-	// None is forgotten when the API gets more of them.
+	// Fields that the API gets later must not be forgotten.
 	for _, message := range []protoreflect.Message{reply.Started.ProtoReflect(), reply.Finished.ProtoReflect()} {
 		fields := message.Descriptor().Fields()
 		for i := range fields.Len() {

@@ -15,7 +15,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// notNow returns a refusal that says when to come back.
+// notNow returns a refusal that says when to try again.
 func notNow(t *testing.T, code codes.Code, delay time.Duration) error {
 	t.Helper()
 	refusal, err := status.New(code, "not now").WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(delay)})

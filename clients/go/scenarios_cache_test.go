@@ -34,7 +34,7 @@ func testCacheReport(t *testing.T, s scenario) {
 	}
 }
 
-// tenantCache returns the cache of a tenant that no other test has.
+// tenantCache returns the cache policy of a tenant that no other test uses.
 func (s scenario) tenantCache() *icehousev1.CachePolicy {
 	return &icehousev1.CachePolicy{Tenant: s.ownName()}
 }
@@ -51,7 +51,7 @@ func (s scenario) warm(t *testing.T, client *Client) {
 	}
 }
 
-// explain returns what is cached of it.
+// explain returns what that tenant's cache has of the prompt.
 func (s scenario) explain(t *testing.T, client *Client) *icehousev1.ExplainResponse {
 	t.Helper()
 	explained, err := client.Explain(t.Context(), &icehousev1.ExplainRequest{Prompt: s.prompt(), Cache: s.tenantCache()})

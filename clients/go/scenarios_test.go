@@ -120,7 +120,7 @@ func testCancel(t *testing.T, s scenario) {
 	}
 }
 
-// runs tells whether the server has a request of the scenario's own name.
+// runs reports whether the server has a request with the scenario's own name.
 func (s scenario) runs(t *testing.T, client *Client) bool {
 	t.Helper()
 	for request, err := range client.ListRequests(t.Context()) {

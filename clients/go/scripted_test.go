@@ -22,7 +22,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// scripted is a server that refuses as often as it is told; a real one cannot be made to do that.
+// scripted is a server that refuses as often as its script says, which a real one cannot be made to do.
 type scripted struct {
 	icehousev1.UnimplementedInferenceServiceServer
 	icehousev1.UnimplementedCacheServiceServer
@@ -40,7 +40,7 @@ type scripted struct {
 	text        string
 	request     *icehousev1.GenerateRequest
 	events      []*icehousev1.WarmResponse
-	// states are what GetServer tells, one a call; the last one is told again and again.
+	// states are the answers of GetServer, one per call; the last one is repeated.
 	states []icehousev1.ServerState
 	asked  int
 }
@@ -136,8 +136,8 @@ func (s *scripted) GetServer(
 	return &icehousev1.GetServerResponse{Server: &icehousev1.Server{Version: "1.2.3", State: state}}, nil
 }
 
-// standing is a server's health, always the same. (Importing gRPC's own would link in what the client has
-// to link in itself.)
+// standing is a health service that always answers the same. (gRPC's own would link in the health checks, which the
+// client must link in itself.)
 type standing struct {
 	grpc_health_v1.UnimplementedHealthServer
 
@@ -154,7 +154,7 @@ func (s standing) Watch(
 	return stream.Context().Err()
 }
 
-// serve returns a client of a server with this script.
+// serve starts a server with this script and returns a client of it.
 func serve(t *testing.T, script *scripted, options ...Option) *Client {
 	t.Helper()
 	return serveAs(t, script, grpc_health_v1.HealthCheckResponse_SERVING, options...)
@@ -332,7 +332,7 @@ func warming(tokens int32) *icehousev1.WarmResponse {
 }
 
 func TestACommandTellsItsProgressAndReturnsItsResult(t *testing.T) {
-	// The second event is one that this client does not know.
+	// The second event is of a kind that this client does not know.
 	script := &scripted{events: []*icehousev1.WarmResponse{warming(1), {}, warming(2), warmed("r")}}
 	client := serve(t, script)
 	var steps []int32
