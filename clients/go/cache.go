@@ -89,8 +89,9 @@ func run[Request, Event, Progress, Result any](
 		if done := resultOf(event); done != nil {
 			result = done
 		}
-		if step := progressOf(event); step != nil {
-			for _, tell := range progress {
+		step := progressOf(event)
+		for _, tell := range progress {
+			if step != nil && tell != nil {
 				tell(step)
 			}
 		}

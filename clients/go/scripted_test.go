@@ -342,8 +342,11 @@ func TestACommandTellsItsProgressAndReturnsItsResult(t *testing.T) {
 	if err != nil || result.GetRequestId() != "r" || !slices.Equal(steps, []int32{1, 2}) {
 		t.Error(result, steps, err)
 	}
-	if result, err := client.Warm(t.Context(), &icehousev1.WarmRequest{}); err != nil || result.GetRequestId() != "r" {
-		t.Error(result, err)
+	for _, progress := range [][]func(*icehousev1.WarmProgress){nil, {nil}} {
+		result, err := client.Warm(t.Context(), &icehousev1.WarmRequest{}, progress...)
+		if err != nil || result.GetRequestId() != "r" {
+			t.Error(result, err)
+		}
 	}
 }
 
