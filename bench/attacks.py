@@ -110,7 +110,7 @@ async def suffer(address: str, token: str, *, seconds: float) -> Suffered:
 
 async def _ask(address: str, token: str, suffered: Suffered, end: float) -> None:
     metadata = (("authorization", f"Bearer {token}"),)
-    request = messages.GenerateRequest(text="Hello", max_output_tokens=2)
+    request = messages.GenerateRequest(prompt={"text": "Hello"}, max_output_tokens=2)
     dice = random.Random(0)
     async with grpc.aio.insecure_channel(address) as channel:
         inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)

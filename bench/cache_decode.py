@@ -189,7 +189,7 @@ async def _send(neighbour: Client, request: _Request) -> int:
 
 
 def _warm(text: str) -> cache_service_pb2.WarmRequest:
-    return cache_service_pb2.WarmRequest(text=text, cache=READ_WRITE)
+    return cache_service_pb2.WarmRequest(prompt={"text": text}, cache=READ_WRITE)
 
 
 async def _read(reader: Client, done: asyncio.Event) -> list[float]:

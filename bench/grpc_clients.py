@@ -55,7 +55,7 @@ class Client:
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the tokens that the server makes of `text`."""
-        answer = await self.inference.Tokenize(messages.TokenizeRequest(text=text))
+        answer = await self.inference.Tokenize(messages.TokenizeRequest(prompt={"text": text}))
         return [token.id for token in answer.tokens]
 
     async def stream(
@@ -104,7 +104,7 @@ def text_request(
     text: str, *, max_output_tokens: int, cache: cache_policy_pb2.CachePolicy = NO_CACHE
 ) -> messages.GenerateRequest:
     """Return a greedy request for a text prompt."""
-    return messages.GenerateRequest(text=text, max_output_tokens=max_output_tokens, cache=cache)
+    return messages.GenerateRequest(prompt={"text": text}, max_output_tokens=max_output_tokens, cache=cache)
 
 
 def token_request(
@@ -112,4 +112,6 @@ def token_request(
 ) -> messages.GenerateRequest:
     """Return a greedy request for a prompt of tokens."""
     prompt = prompt_pb2.TokenPrompt(ids=token_ids)
-    return messages.GenerateRequest(tokens=prompt, max_output_tokens=max_output_tokens, cache=cache)
+    return messages.GenerateRequest(
+        prompt={"tokens": prompt}, max_output_tokens=max_output_tokens, cache=cache
+    )

@@ -81,10 +81,10 @@ def test_turns_of_one_conversation_have_one_key() -> None:
 
 def test_what_begins_otherwise_has_another_key() -> None:
     requests = [
-        pb.GenerateRequest(text="Once"),
-        pb.GenerateRequest(text="Twice"),
-        pb.GenerateRequest(text="Once", model="m"),
-        pb.GenerateRequest(tokens={"ids": [1]}),
-        pb.GenerateRequest(tokens={"ids": [2]}),
+        pb.GenerateRequest(prompt={"text": "Once"}),
+        pb.GenerateRequest(prompt={"text": "Twice"}),
+        pb.GenerateRequest(prompt={"text": "Once"}, model="m"),
+        pb.GenerateRequest(prompt={"tokens": {"ids": [1]}}),
+        pb.GenerateRequest(prompt={"tokens": {"ids": [2]}}),
     ]
     assert len({prefix_key(request) for request in requests}) == len(requests)

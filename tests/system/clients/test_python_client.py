@@ -511,8 +511,14 @@ async def test_the_prefix_key_goes_with_every_call_whose_cache_it_concerns() -> 
         await server.stop(None)
     ranked = prefix_key(RerankRequest(query="Hi", documents=["a"]))
     assert headers.keys == [
-        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Generate", "Warm", "Explain")),
-        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Pin", "Unpin", "Evict")),
+        *(
+            (method, [prefix_key(GenerateRequest(prompt={"text": "Hi"}))])
+            for method in ("Generate", "Warm", "Explain")
+        ),
+        *(
+            (method, [prefix_key(GenerateRequest(prompt={"text": "Hi"}))])
+            for method in ("Pin", "Unpin", "Evict")
+        ),
         *(("Rerank", [ranked]), ("Embed", []), ("Tokenize", [])),
     ]
 

@@ -38,7 +38,9 @@ async def talk(served: WholeServer, *, with_tokens: bool, template_arguments: di
     turns = []
     for index in range(TURN_COUNT):
         chat.messages.add(role="user", content=f"Tell me more, please, this is question {index}.")
-        answer = await served.inference.Generate(messages.GenerateRequest(chat=chat, max_output_tokens=40))
+        answer = await served.inference.Generate(
+            messages.GenerateRequest(prompt={"chat": chat}, max_output_tokens=40)
+        )
         tokens = answer.token_ids if with_tokens else ()
         chat.messages.add(role="assistant", content=answer.text, reasoning=answer.reasoning, token_ids=tokens)
         usage = answer.usage

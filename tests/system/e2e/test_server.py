@@ -42,7 +42,7 @@ async def test_only_the_inference_thread_touches_mlx(
     async with whole_server(
         folder, tmp_path / "blocks", device=device, cache__block_token_count=16
     ) as served:
-        ask = messages.GenerateRequest(text="Once upon a time " * 8, max_output_tokens=3)
+        ask = messages.GenerateRequest(prompt={"text": "Once upon a time " * 8}, max_output_tokens=3)
         for _ in range(2):
             await served.inference.Generate(ask)
         stats = await served.inference.CacheStats(messages.CacheStatsRequest())

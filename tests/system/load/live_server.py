@@ -163,7 +163,9 @@ class LiveServer:
 def request(name: str, *, token_count: int = 3, max_output_tokens: int = 4) -> messages.GenerateRequest:
     """Return a request with a prompt of tokens."""
     prompt = prompt_pb2.TokenPrompt(ids=[1 + i % 90 for i in range(token_count)])
-    return messages.GenerateRequest(request_id=name, tokens=prompt, max_output_tokens=max_output_tokens)
+    return messages.GenerateRequest(
+        request_id=name, prompt={"tokens": prompt}, max_output_tokens=max_output_tokens
+    )
 
 
 async def rest_of(stream: Any) -> list[Any]:
