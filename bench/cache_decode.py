@@ -182,8 +182,8 @@ async def _send(neighbour: Client, request: _Request) -> int:
         await request.read_some()
         return 0
     if isinstance(request, cache_service_pb2.WarmRequest):
-        warmed = await neighbour.cache.Warm(request)
-        return int(warmed.cache.ssd_tokens)
+        *_, last = [response async for response in neighbour.cache.Warm(request)]
+        return int(last.done.cache.ssd_tokens)
     _, started, _ = await neighbour.stream(request)
     return int(started.cache.ssd_tokens)
 

@@ -15,6 +15,8 @@ from icehouse.v1 import (
     model_service_pb2,
     model_service_pb2_grpc,
     prompt_pb2,
+    server_service_pb2,
+    server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as messages
 
@@ -35,6 +37,7 @@ class Client:
         self.inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self.cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self.models = model_service_pb2_grpc.ModelServiceStub(self._channel)
+        self.server = server_service_pb2_grpc.ServerServiceStub(self._channel)
 
     async def ready(self) -> None:
         """Connect."""
@@ -49,9 +52,9 @@ class Client:
         answer = await self.models.GetModel(model_service_pb2.GetModelRequest())
         return answer.model
 
-    async def stats(self) -> messages.CacheStatsResponse:
+    async def stats(self) -> server_service_pb2.ServerStats:
         """Return the engine's and the cache's counters, taken between two steps."""
-        return await self.inference.CacheStats(messages.CacheStatsRequest())
+        return (await self.server.GetStats(server_service_pb2.GetStatsRequest())).stats
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the tokens that the server makes of `text`."""

@@ -23,6 +23,7 @@ from icehouse.v1 import (
     prompt_pb2,
     response_format_pb2,
     server_service_pb2,
+    server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import ConnectionConfig
@@ -123,7 +124,7 @@ class Hostile:
 
     async def watch_storms(self) -> None:
         """WatchStats ten times a second, as many as are let in, and again as each is refused."""
-        await self._asking("WatchStats", [_OFTEN], at_once=300, service="cache")
+        await self._asking("WatchStats", [_OFTEN], at_once=300, service="server")
 
     async def unread_archives(self) -> None:
         """GetTokenizer, on connections that allow no byte of the archive."""
@@ -175,7 +176,6 @@ class Hostile:
             ("Pin", cache_service_pb2.PinRequest(prompt={"tokens": tokens})),
             ("Unpin", cache_service_pb2.UnpinRequest(prompt={"tokens": tokens})),
             ("Evict", cache_service_pb2.EvictRequest(prompt={"tokens": tokens})),
-            ("EvictWithProgress", cache_service_pb2.EvictRequest(prompt={"tokens": tokens})),
             ("Verify", cache_service_pb2.VerifyRequest()),
         )
         async with asyncio.TaskGroup() as together:
@@ -183,8 +183,8 @@ class Hostile:
                 together.create_task(self._asking(name, [request], at_once=60, service="cache"))
 
     async def stats_floods(self) -> None:
-        """CacheStats, as many as are let in."""
-        await self._asking("CacheStats", [messages.CacheStatsRequest()], at_once=300)
+        """GetStats, as many as are let in."""
+        await self._asking("GetStats", [server_service_pb2.GetStatsRequest()], at_once=300, service="server")
 
     async def tokenize(self) -> None:
         """Tokenize of the longest text that it takes, and of 16 MiB."""
@@ -245,11 +245,11 @@ class Hostile:
         """Ask so many at once, and again as each has ended."""
         options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            stub: Any = (
-                cache_service_pb2_grpc.CacheServiceStub(channel)
-                if service == "cache"
-                else inference_service_pb2_grpc.InferenceServiceStub(channel)
-            )
+            stub: Any = {
+                "cache": cache_service_pb2_grpc.CacheServiceStub,
+                "inference": inference_service_pb2_grpc.InferenceServiceStub,
+                "server": server_service_pb2_grpc.ServerServiceStub,
+            }[service](channel)
             ask = getattr(stub, method)
             async with asyncio.TaskGroup() as together:
                 for begin in range(at_once):

@@ -179,7 +179,8 @@ def picture_request(data: bytes, turns: Sequence[str], *, max_output_tokens: int
     ]
     chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=parts)])
     for number, turn in enumerate(turns[1:]):
-        chat.messages.add(role="user" if number % 2 else "assistant", content=turn)
+        role = prompt_pb2.ROLE_USER if number % 2 else prompt_pb2.ROLE_ASSISTANT
+        chat.messages.add(role=role, content=turn)
     return messages.GenerateRequest(
         prompt={"chat": chat}, max_output_tokens=max_output_tokens, cache=READ_WRITE
     )

@@ -44,7 +44,7 @@ def text(words: str) -> prompt_pb2.ContentPart:
     return prompt_pb2.ContentPart(text=words)
 
 
-def chat(*parts: prompt_pb2.ContentPart, role: str = "user") -> prompt_pb2.ChatPrompt:
+def chat(*parts: prompt_pb2.ContentPart, role: Any = prompt_pb2.ROLE_USER) -> prompt_pb2.ChatPrompt:
     return prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=role, parts=parts)])
 
 
@@ -108,12 +108,12 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
 
 REFUSED = [
     (chat(image(png(1), detail=9)), "IMAGE_INVALID", "parts[0].image.detail"),
-    (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
+    (chat(image(png(1)[:99])), "IMAGE_INVALID", "prompt.chat.messages[0].parts[0].image"),
     (chat(text("x"), image(b"BM", media_type="image/bmp")), "IMAGE_INVALID", "parts[1].image"),
     (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
     (chat(*[image(png(1))] * 3), "IMAGE_INVALID", "parts[2].image"),
-    (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "chat"),
-    (chat(image(png(1)), role="system"), "CHAT_INVALID", "parts[0].image"),
+    (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "prompt.chat"),
+    (chat(image(png(1)), role=prompt_pb2.ROLE_SYSTEM), "CHAT_INVALID", "parts[0].image"),
     (
         chat(prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(uri="https://example.org/a.png"))),
         "IMAGE_INVALID",

@@ -30,9 +30,7 @@ async def test_a_gap_is_filled_from_its_two_sides(tmp_path: Path) -> None:
         answer = await served.inference.Generate(gap())
         assert (answer.text, answer.finish_reason) == (" a + b", usage_pb2.FINISH_REASON_STOP_TOKEN)
         assert answer.stop_token_id == answer.token_ids[-1]
-        tokens = (
-            await served.inference.Tokenize(messages.TokenizeRequest(prompt={"infill": gap().infill}))
-        ).tokens
+        tokens = (await served.inference.Tokenize(messages.TokenizeRequest(prompt=gap().prompt))).tokens
         pieces = [token.piece for token in tokens]
         assert pieces[:2] == ["<bos>", "<fim_prefix>"] and pieces[-3:] == [
             "<fim_suffix>",
@@ -48,7 +46,7 @@ async def test_a_gap_is_filled_from_its_two_sides(tmp_path: Path) -> None:
         assert other.text == answer.text
         assert other.usage.cached_tokens >= pieces.index("<fim_suffix>"), "what stands before is the same"
         with_tools = gap()
-        with_tools.tools.append(tool_pb2.Tool(name="f"))
+        with_tools.prompt.tools.append(tool_pb2.Tool(name="f"))
         assert (await refused(served.inference.Generate(with_tools))).reason == "TOOL_INVALID"
 
 
@@ -56,7 +54,7 @@ async def test_a_model_that_fills_no_gaps_says_so(tmp_path: Path) -> None:
     async with whole_server(tiny_model_dir(tmp_path / "model", "llama"), tmp_path / "blocks") as served:
         for call in (
             served.inference.Generate(gap()),
-            served.inference.Tokenize(messages.TokenizeRequest(prompt={"infill": gap().infill})),
+            served.inference.Tokenize(messages.TokenizeRequest(prompt=gap().prompt)),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call

@@ -41,8 +41,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(**fields: Any) -> messages.GenerateRequest:
-    chat = {"messages": [{"role": "user", "content": "Is it raining in Oslo?"}]}
-    return ParseDict({"chat": chat, "max_output_tokens": 24, **fields}, messages.GenerateRequest())
+    chat = {"messages": [{"role": "ROLE_USER", "content": "Is it raining in Oslo?"}]}
+    prompt = {"chat": fields.pop("chat", chat)}
+    return ParseDict({"prompt": prompt, "max_output_tokens": 24, **fields}, messages.GenerateRequest())
 
 
 def told(answer: Any) -> tuple[str, str, int]:
@@ -96,8 +97,8 @@ async def test_a_response_format_begins_behind_the_reasoning(thinking: Path, tmp
     form = {"choice": {"texts": ["yes", "no"]}}
     opened = {
         "messages": [
-            {"role": "user", "content": "Is it raining?"},
-            {"role": "assistant", "reasoning": "wonder "},
+            {"role": "ROLE_USER", "content": "Is it raining?"},
+            {"role": "ROLE_ASSISTANT", "reasoning": "wonder "},
         ],
         "continue_final_message": True,
         "add_generation_prompt": False,

@@ -143,7 +143,9 @@ def test_what_would_be_dropped_is_refused() -> None:
     forgetful = dataclasses.replace(
         THINKING, template="{% set messages = messages[-12:] %}" + THINKING.template
     )
-    with pytest.raises(InvalidRequest, match=r"drop prompt\.chat\.messages\[0\]\.content without a word") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"drop prompt\.chat\.messages\[0\]\.content without a word"
+    ) as caught:
         render(forgetful, Conversation(turns(("user", "A"), ("assistant", "B")) * 6 + ASKED))
     assert caught.value.field == "prompt.chat.messages[0].content"
 
