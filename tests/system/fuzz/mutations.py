@@ -132,8 +132,8 @@ def nested(descriptor: Descriptor, rng: random.Random) -> bytes:
 
 
 def clash(descriptor: Descriptor, rng: random.Random) -> bytes:
-    """Return bytes that set every member of a oneof after each other, of the message or of its prompt; nothing
-    where there is none."""
+    """Return bytes that set every member of a oneof after each other, of the message or else of its prompt;
+    nothing where there is none."""
     oneofs, _ = _plan(descriptor)
     prompt = descriptor.fields_by_name.get("prompt")
     if not oneofs and prompt is not None and prompt.message_type is not None:

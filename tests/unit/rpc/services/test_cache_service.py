@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 import pytest
@@ -69,6 +70,16 @@ async def test_explain_tells_blocks_and_predictions(served: RunningServer) -> No
     assert block.has_checkpoint and not block.pinned
     assert response.predicted_time_to_first_token.ToMilliseconds() == 500
     assert not response.HasField("predicted_time_to_first_token_cold")
+
+
+async def test_a_gap_is_found_in_the_cache_as_it_is_generated_from(served: RunningServer) -> None:
+    served.engine.order_answer = Explanation(cache=CacheReport(), blocks=())
+    prompt: Any = {"infill": {"prefix": "ab", "suffix": "c"}}
+    await served.cache.Explain(messages.ExplainRequest(prompt=prompt))
+    await done(served.cache.Warm(messages.WarmRequest(prompt=prompt)))
+    [submitted] = served.engine.submitted
+    assert served.engine.orders == [Explain(submitted.prompt_token_ids, CacheScope())]
+    assert submitted.prompt_token_ids == (256, *b"ab", 257, *b"c", 258)
 
 
 async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, speculation_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
@@ -108,6 +110,15 @@ async def test_every_sampling_parameter_reaches_the_engine(served: RunningServer
     assert served.tokenizer.thread_names and all(
         n.startswith("tokenizer") for n in served.tokenizer.thread_names
     )
+
+
+async def test_zero_is_the_default_unless_it_may_be_wished_for(served: RunningServer) -> None:
+    zeros: Any = {"top_p": 0.0, "repetition_penalty": 0.0, "seed": 0, "xtc_threshold": 0.0}
+    request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1, sampling=zeros)
+    await served.inference.Generate(request)
+    sampling = served.engine.submitted[0].sampling
+    assert (sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0)
+    assert (sampling.seed, sampling.xtc_threshold) == (0, 0.0)
 
 
 async def test_absent_sampling_changes_nothing(served: RunningServer) -> None:
@@ -241,6 +252,9 @@ async def test_tokenize_names_each_token(served: RunningServer) -> None:
     response = await served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "Hi"}))
     assert [(t.id, t.piece) for t in response.tokens] == [(72, "<72>"), (105, "<105>")]
     assert response.token_count == 2
+    tokens: Any = {"tokens": {"ids": [1]}}
+    refusal = await refused(served.inference.Tokenize(messages.TokenizeRequest(prompt=tokens)))
+    assert (refusal.reason, refusal.field) == ("UNSUPPORTED", "prompt.tokens")
     empty = await served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": ""}))
     assert empty.token_count == 0
 

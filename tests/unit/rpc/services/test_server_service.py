@@ -18,6 +18,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
+from icehouse_server.rpc.messages import field_checks
 from icehouse_server.rpc.services.server_service import server_proto
 
 from tests.fixtures.rpc.details import refused
@@ -180,6 +181,20 @@ async def test_pages_go_on_where_the_last_one_ended(busy: RunningServer) -> None
     )
     assert [r.request_id for r in page.requests] == ["r0", "r1"]
     assert ([r.request_id for r in rest.requests], rest.next_page_token) == (["r2"], "")
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_page_is_never_longer_than_the_longest(
+    busy: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field_checks, "PAGE_SIZE_LIMIT", 2)
+    calls = [
+        await begun(busy.inference.Stream(inference.GenerateRequest(prompt={"text": "ab"}, request_id=name)))
+        for name in "abc"
+    ]
+    page = await busy.serving.ListRequests(server_service_pb2.ListRequestsRequest(page_size=2_000_000))
+    assert [r.request_id for r in page.requests] == ["a", "b"] and page.next_page_token
     for call in calls:
         call.cancel()
 
