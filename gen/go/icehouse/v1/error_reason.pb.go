@@ -34,9 +34,9 @@ const (
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// The prompt has no token.
 	ErrorReason_ERROR_REASON_PROMPT_EMPTY ErrorReason = 1
-	// The request has no prompt, or names nothing to evict.
+	// The request has no prompt.
 	ErrorReason_ERROR_REASON_PROMPT_MISSING ErrorReason = 2
-	// Two prompts are set; exactly one is allowed.
+	// Two forms of the prompt are set; exactly one is allowed.
 	ErrorReason_ERROR_REASON_PROMPT_AMBIGUOUS ErrorReason = 3
 	// The prompt leaves no room in the model's context.
 	ErrorReason_ERROR_REASON_PROMPT_TOO_LONG ErrorReason = 4

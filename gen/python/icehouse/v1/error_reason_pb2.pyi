@@ -27,9 +27,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_PROMPT_EMPTY: _ErrorReason.ValueType  # 1
     """The prompt has no token."""
     ERROR_REASON_PROMPT_MISSING: _ErrorReason.ValueType  # 2
-    """The request has no prompt, or names nothing to evict."""
+    """The request has no prompt."""
     ERROR_REASON_PROMPT_AMBIGUOUS: _ErrorReason.ValueType  # 3
-    """Two prompts are set; exactly one is allowed."""
+    """Two forms of the prompt are set; exactly one is allowed."""
     ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 4
     """The prompt leaves no room in the model's context."""
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 5
@@ -135,9 +135,9 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_PROMPT_EMPTY: ErrorReason.ValueType  # 1
 """The prompt has no token."""
 ERROR_REASON_PROMPT_MISSING: ErrorReason.ValueType  # 2
-"""The request has no prompt, or names nothing to evict."""
+"""The request has no prompt."""
 ERROR_REASON_PROMPT_AMBIGUOUS: ErrorReason.ValueType  # 3
-"""Two prompts are set; exactly one is allowed."""
+"""Two forms of the prompt are set; exactly one is allowed."""
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 4
 """The prompt leaves no room in the model's context."""
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5

@@ -248,9 +248,9 @@ class ChatMessage(_message.Message):
     are put in the order of the calls.
     """
     role_name: _builtins.str
-    """The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-    unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-    know. CHAT_INVALID in each of these cases.
+    """The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+    where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+    does not know. CHAT_INVALID in each of these cases.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:

@@ -37,14 +37,14 @@ export enum ErrorReason {
   PROMPT_EMPTY = 1,
 
   /**
-   * The request has no prompt, or names nothing to evict.
+   * The request has no prompt.
    *
    * @generated from enum value: ERROR_REASON_PROMPT_MISSING = 2;
    */
   PROMPT_MISSING = 2,
 
   /**
-   * Two prompts are set; exactly one is allowed.
+   * Two forms of the prompt are set; exactly one is allowed.
    *
    * @generated from enum value: ERROR_REASON_PROMPT_AMBIGUOUS = 3;
    */

@@ -465,9 +465,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object roleName_ = "";
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-   * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-   * know. CHAT_INVALID in each of these cases.
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
    * </pre>
    *
    * <code>string role_name = 9;</code>
@@ -488,9 +488,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-   * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-   * know. CHAT_INVALID in each of these cases.
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
    * </pre>
    *
    * <code>string role_name = 9;</code>
@@ -2417,9 +2417,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object roleName_ = "";
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-     * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-     * know. CHAT_INVALID in each of these cases.
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
      * </pre>
      *
      * <code>string role_name = 9;</code>
@@ -2439,9 +2439,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-     * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-     * know. CHAT_INVALID in each of these cases.
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
      * </pre>
      *
      * <code>string role_name = 9;</code>
@@ -2462,9 +2462,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-     * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-     * know. CHAT_INVALID in each of these cases.
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
      * </pre>
      *
      * <code>string role_name = 9;</code>
@@ -2481,9 +2481,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-     * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-     * know. CHAT_INVALID in each of these cases.
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
      * </pre>
      *
      * <code>string role_name = 9;</code>
@@ -2497,9 +2497,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython". Legal only where `role` is
-     * unspecified; the name of one of the five roles above is refused. A template may refuse a role that it does not
-     * know. CHAT_INVALID in each of these cases.
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
      * </pre>
      *
      * <code>string role_name = 9;</code>

@@ -34,7 +34,7 @@ public enum ErrorReason
   ERROR_REASON_PROMPT_EMPTY(1),
   /**
    * <pre>
-   * The request has no prompt, or names nothing to evict.
+   * The request has no prompt.
    * </pre>
    *
    * <code>ERROR_REASON_PROMPT_MISSING = 2;</code>
@@ -42,7 +42,7 @@ public enum ErrorReason
   ERROR_REASON_PROMPT_MISSING(2),
   /**
    * <pre>
-   * Two prompts are set; exactly one is allowed.
+   * Two forms of the prompt are set; exactly one is allowed.
    * </pre>
    *
    * <code>ERROR_REASON_PROMPT_AMBIGUOUS = 3;</code>
@@ -437,7 +437,7 @@ public enum ErrorReason
   public static final int ERROR_REASON_PROMPT_EMPTY_VALUE = 1;
   /**
    * <pre>
-   * The request has no prompt, or names nothing to evict.
+   * The request has no prompt.
    * </pre>
    *
    * <code>ERROR_REASON_PROMPT_MISSING = 2;</code>
@@ -445,7 +445,7 @@ public enum ErrorReason
   public static final int ERROR_REASON_PROMPT_MISSING_VALUE = 2;
   /**
    * <pre>
-   * Two prompts are set; exactly one is allowed.
+   * Two forms of the prompt are set; exactly one is allowed.
    * </pre>
    *
    * <code>ERROR_REASON_PROMPT_AMBIGUOUS = 3;</code>
