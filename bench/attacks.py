@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import inference_service_pb2_grpc
+from icehouse.v1 import inference_service_pb2_grpc, server_service_pb2, server_service_pb2_grpc
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import Config
 from icehouse_server.rpc.access.caller import Role
@@ -110,7 +110,7 @@ async def suffer(address: str, token: str, *, seconds: float) -> Suffered:
 
 async def _ask(address: str, token: str, suffered: Suffered, end: float) -> None:
     metadata = (("authorization", f"Bearer {token}"),)
-    request = messages.GenerateRequest(text="Hello", max_output_tokens=2)
+    request = messages.GenerateRequest(prompt={"text": "Hello"}, max_output_tokens=2)
     dice = random.Random(0)
     async with grpc.aio.insecure_channel(address) as channel:
         inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -145,15 +145,14 @@ async def _check(address: str, suffered: Suffered, end: float) -> None:
 async def pass_time_s(address: str, token: str) -> float:
     """Return what nearly all of the server's last passes took less than; NaN when it does not say."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        stub: Any = server_service_pb2_grpc.ServerServiceStub(channel)
         metadata = (("authorization", f"Bearer {token}"),)
+        asked = server_service_pb2.GetStatsRequest()
         try:
-            stats = await stub.CacheStats(
-                messages.CacheStatsRequest(), metadata=metadata, timeout=_CALL_TIMEOUT_S
-            )
+            answer = await stub.GetStats(asked, metadata=metadata, timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return math.nan
-    return float(stats.engine.pass_p99.ToTimedelta().total_seconds())
+    return float(answer.stats.engine.pass_duration_p99.ToTimedelta().total_seconds())
 
 
 def attack(name: str, address: str, token: str, seconds: float, ended: Any) -> None:

@@ -36,7 +36,7 @@ def prefill_tokens_per_s(flags: list[str], *, token_count: int, folder: Path) ->
     with server, grpc.insecure_channel(server.address) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         request = messages.GenerateRequest(
-            tokens={"ids": range(_FIRST_TOKEN_ID, _FIRST_TOKEN_ID + token_count)},
+            prompt={"tokens": {"ids": range(_FIRST_TOKEN_ID, _FIRST_TOKEN_ID + token_count)}},
             max_output_tokens=1,
             cache=NO_CACHE,
         )

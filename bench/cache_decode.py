@@ -182,14 +182,14 @@ async def _send(neighbour: Client, request: _Request) -> int:
         await request.read_some()
         return 0
     if isinstance(request, cache_service_pb2.WarmRequest):
-        warmed = await neighbour.cache.Warm(request)
-        return int(warmed.cache.ssd_tokens)
+        *_, last = [response async for response in neighbour.cache.Warm(request)]
+        return int(last.done.cache.ssd_tokens)
     _, started, _ = await neighbour.stream(request)
     return int(started.cache.ssd_tokens)
 
 
 def _warm(text: str) -> cache_service_pb2.WarmRequest:
-    return cache_service_pb2.WarmRequest(text=text, cache=READ_WRITE)
+    return cache_service_pb2.WarmRequest(prompt={"text": text}, cache=READ_WRITE)
 
 
 async def _read(reader: Client, done: asyncio.Event) -> list[float]:

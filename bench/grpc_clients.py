@@ -15,6 +15,8 @@ from icehouse.v1 import (
     model_service_pb2,
     model_service_pb2_grpc,
     prompt_pb2,
+    server_service_pb2,
+    server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as messages
 
@@ -35,6 +37,7 @@ class Client:
         self.inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self.cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self.models = model_service_pb2_grpc.ModelServiceStub(self._channel)
+        self.server = server_service_pb2_grpc.ServerServiceStub(self._channel)
 
     async def ready(self) -> None:
         """Connect."""
@@ -49,13 +52,13 @@ class Client:
         answer = await self.models.GetModel(model_service_pb2.GetModelRequest())
         return answer.model
 
-    async def stats(self) -> messages.CacheStatsResponse:
+    async def stats(self) -> server_service_pb2.ServerStats:
         """Return the engine's and the cache's counters, taken between two steps."""
-        return await self.inference.CacheStats(messages.CacheStatsRequest())
+        return (await self.server.GetStats(server_service_pb2.GetStatsRequest())).stats
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the tokens that the server makes of `text`."""
-        answer = await self.inference.Tokenize(messages.TokenizeRequest(text=text))
+        answer = await self.inference.Tokenize(messages.TokenizeRequest(prompt={"text": text}))
         return [token.id for token in answer.tokens]
 
     async def stream(
@@ -104,7 +107,7 @@ def text_request(
     text: str, *, max_output_tokens: int, cache: cache_policy_pb2.CachePolicy = NO_CACHE
 ) -> messages.GenerateRequest:
     """Return a greedy request for a text prompt."""
-    return messages.GenerateRequest(text=text, max_output_tokens=max_output_tokens, cache=cache)
+    return messages.GenerateRequest(prompt={"text": text}, max_output_tokens=max_output_tokens, cache=cache)
 
 
 def token_request(
@@ -112,4 +115,6 @@ def token_request(
 ) -> messages.GenerateRequest:
     """Return a greedy request for a prompt of tokens."""
     prompt = prompt_pb2.TokenPrompt(ids=token_ids)
-    return messages.GenerateRequest(tokens=prompt, max_output_tokens=max_output_tokens, cache=cache)
+    return messages.GenerateRequest(
+        prompt={"tokens": prompt}, max_output_tokens=max_output_tokens, cache=cache
+    )

@@ -22,6 +22,8 @@ from icehouse.v1 import (
     model_service_pb2,
     prompt_pb2,
     response_format_pb2,
+    server_service_pb2,
+    server_service_pb2_grpc,
 )
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import ConnectionConfig
@@ -41,17 +43,19 @@ _PRIORITY = 100
 _STREAM = "/icehouse.v1.InferenceService/Stream"
 _GENERATE = "/icehouse.v1.InferenceService/Generate"
 _LIST = "/icehouse.v1.ModelService/ListModels"
-_WATCH = "/icehouse.v1.CacheService/WatchStats"
+_WATCH = "/icehouse.v1.ServerService/WatchStats"
 _TOKENIZE = "/icehouse.v1.InferenceService/Tokenize"
 _ARCHIVE = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
 _CHECK_HEALTH, _WATCH_HEALTH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 
 _HEALTH_MESSAGE = framed(health_pb2.HealthCheckRequest().SerializeToString())
 _LIST_MESSAGE = framed(model_service_pb2.ListModelsRequest().SerializeToString())
-_STREAM_MESSAGE = framed(messages.GenerateRequest(text="Hi", max_output_tokens=2000).SerializeToString())
-_TEXT_MESSAGE = framed(messages.TokenizeRequest(text="a " * (1 << 14)).SerializeToString())
-_HOURLY = cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
-_OFTEN = cache_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
+_STREAM_MESSAGE = framed(
+    messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2000).SerializeToString()
+)
+_TEXT_MESSAGE = framed(messages.TokenizeRequest(prompt={"text": "a " * (1 << 14)}).SerializeToString())
+_HOURLY = server_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
+_OFTEN = server_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
 """The shortest interval there is."""
 _BOMB = json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]})
 _EXPRESSION = "(a|b|c|d){1,400}(x|y)*" * 4
@@ -120,7 +124,7 @@ class Hostile:
 
     async def watch_storms(self) -> None:
         """WatchStats ten times a second, as many as are let in, and again as each is refused."""
-        await self._asking("WatchStats", [_OFTEN], at_once=300, service="cache")
+        await self._asking("WatchStats", [_OFTEN], at_once=300, service="server")
 
     async def unread_archives(self) -> None:
         """GetTokenizer, on connections that allow no byte of the archive."""
@@ -132,21 +136,23 @@ class Hostile:
 
     async def giant_conversations(self) -> None:
         """Conversations of a million turns."""
-        turns = [prompt_pb2.ChatMessage(role="user", content="a")] * 1_000_000
+        turns = [prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="a")] * 1_000_000
         chat = prompt_pb2.ChatPrompt(messages=turns)
-        await self._asking("Generate", [messages.GenerateRequest(chat=chat)], at_once=2)
+        await self._asking("Generate", [messages.GenerateRequest(prompt={"chat": chat})], at_once=2)
 
     async def long_conversations(self) -> None:
         """Conversations of 8 MiB in a few turns."""
-        turns = [prompt_pb2.ChatMessage(role="user", content="a b " * (1 << 19)) for _ in range(4)]
+        turns = [
+            prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="a b " * (1 << 19)) for _ in range(4)
+        ]
         chat = prompt_pb2.ChatPrompt(messages=turns)
-        await self._asking("Generate", [messages.GenerateRequest(chat=chat)], at_once=4)
+        await self._asking("Generate", [messages.GenerateRequest(prompt={"chat": chat})], at_once=4)
 
     async def long_prompts(self) -> None:
         """Prompts that fill the context, each another one, at the highest priority."""
         requests = [
             messages.GenerateRequest(
-                tokens=prompt_pb2.TokenPrompt(ids=[10 + index, *[11] * 60_000]),
+                prompt={"tokens": prompt_pb2.TokenPrompt(ids=[10 + index, *[11] * 60_000])},
                 max_output_tokens=100,
                 priority=_PRIORITY,
             )
@@ -158,19 +164,18 @@ class Hostile:
         """Response formats that are short to write and long to compile, each another one."""
         forms = [response_format_pb2.ResponseFormat(json_schema=_BOMB + " " * i) for i in range(32)]
         forms += [response_format_pb2.ResponseFormat(regex=_EXPRESSION + "z" * i) for i in range(32)]
-        requests = [messages.GenerateRequest(text="Hi", response_format=form) for form in forms]
+        requests = [messages.GenerateRequest(prompt={"text": "Hi"}, response_format=form) for form in forms]
         await self._asking("Generate", requests, at_once=16)
 
     async def order_floods(self) -> None:
         """Every command of the cache, as many as are let in."""
         tokens = prompt_pb2.TokenPrompt(ids=[11] * 2000)
         orders = (
-            ("Warm", cache_service_pb2.WarmRequest(tokens=tokens)),
-            ("Explain", cache_service_pb2.ExplainRequest(tokens=tokens)),
-            ("Pin", cache_service_pb2.PinRequest(tokens=tokens)),
-            ("Unpin", cache_service_pb2.UnpinRequest(tokens=tokens)),
-            ("Evict", cache_service_pb2.EvictRequest(tokens=tokens)),
-            ("EvictWithProgress", cache_service_pb2.EvictRequest(tokens=tokens)),
+            ("Warm", cache_service_pb2.WarmRequest(prompt={"tokens": tokens})),
+            ("Explain", cache_service_pb2.ExplainRequest(prompt={"tokens": tokens})),
+            ("Pin", cache_service_pb2.PinRequest(prompt={"tokens": tokens})),
+            ("Unpin", cache_service_pb2.UnpinRequest(prompt={"tokens": tokens})),
+            ("Evict", cache_service_pb2.EvictRequest(prompt={"tokens": tokens})),
             ("Verify", cache_service_pb2.VerifyRequest()),
         )
         async with asyncio.TaskGroup() as together:
@@ -178,24 +183,28 @@ class Hostile:
                 together.create_task(self._asking(name, [request], at_once=60, service="cache"))
 
     async def stats_floods(self) -> None:
-        """CacheStats, as many as are let in."""
-        await self._asking("CacheStats", [messages.CacheStatsRequest()], at_once=300)
+        """GetStats, as many as are let in."""
+        await self._asking("GetStats", [server_service_pb2.GetStatsRequest()], at_once=300, service="server")
 
     async def tokenize(self) -> None:
         """Tokenize of the longest text that it takes, and of 16 MiB."""
         texts = ("a " * (1 << 18), "a " * ((8 << 20) - 64))
-        requests = [messages.TokenizeRequest(text=text) for text in texts]
+        requests = [messages.TokenizeRequest(prompt={"text": text}) for text in texts]
         await self._asking("Tokenize", requests, at_once=4)
 
     async def many_streams(self) -> None:
         """A thousand streams on one connection."""
-        request = messages.GenerateRequest(text="Hi", max_output_tokens=200)
+        request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=200)
         await self._asking("Stream", [request], at_once=STREAM_COUNT)
 
     async def urgent_completions(self) -> None:
         """A thousand requests of sixteen outputs each, at the highest priority."""
         request = messages.GenerateRequest(
-            text="Hi", max_output_tokens=2000, priority=_PRIORITY, completions=16, sampling={"temperature": 1}
+            prompt={"text": "Hi"},
+            max_output_tokens=2000,
+            priority=_PRIORITY,
+            completions=16,
+            sampling={"temperature": 1},
         )
         await self._asking("Generate", [request], at_once=STREAM_COUNT)
 
@@ -203,7 +212,9 @@ class Hostile:
         """Calls with a token that nobody has, as fast as they are refused."""
         stranger = Hostile(self._address, "x" * len(self._token))
         stranger.ended, stranger.begun = self.ended, self.begun
-        await stranger._asking("Generate", [messages.GenerateRequest(text="Hi")], at_once=STREAM_COUNT)
+        await stranger._asking(
+            "Generate", [messages.GenerateRequest(prompt={"text": "Hi"})], at_once=STREAM_COUNT
+        )
 
     @contextlib.asynccontextmanager
     async def _connections(self, *, window_bytes: int | None) -> AsyncIterator[list[Peer]]:
@@ -234,11 +245,11 @@ class Hostile:
         """Ask so many at once, and again as each has ended."""
         options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            stub: Any = (
-                cache_service_pb2_grpc.CacheServiceStub(channel)
-                if service == "cache"
-                else inference_service_pb2_grpc.InferenceServiceStub(channel)
-            )
+            stub: Any = {
+                "cache": cache_service_pb2_grpc.CacheServiceStub,
+                "inference": inference_service_pb2_grpc.InferenceServiceStub,
+                "server": server_service_pb2_grpc.ServerServiceStub,
+            }[service](channel)
             ask = getattr(stub, method)
             async with asyncio.TaskGroup() as together:
                 for begin in range(at_once):

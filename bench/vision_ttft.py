@@ -177,10 +177,13 @@ def picture_request(data: bytes, turns: Sequence[str], *, max_output_tokens: int
         prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(data=data)),
         prompt_pb2.ContentPart(text=turns[0]),
     ]
-    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=parts)])
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=parts)])
     for number, turn in enumerate(turns[1:]):
-        chat.messages.add(role="user" if number % 2 else "assistant", content=turn)
-    return messages.GenerateRequest(chat=chat, max_output_tokens=max_output_tokens, cache=READ_WRITE)
+        role = prompt_pb2.ROLE_USER if number % 2 else prompt_pb2.ROLE_ASSISTANT
+        chat.messages.add(role=role, content=turn)
+    return messages.GenerateRequest(
+        prompt={"chat": chat}, max_output_tokens=max_output_tokens, cache=READ_WRITE
+    )
 
 
 def talk_ratios(talks: Sequence[Talk]) -> dict[str, Spread]:

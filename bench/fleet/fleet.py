@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import inference_service_pb2_grpc
+from icehouse.v1 import server_service_pb2 as messages
+from icehouse.v1 import server_service_pb2_grpc
 
 from bench.fleet.gateway import GatewayProcess
 from bench.fleet.process import ChildProcess
@@ -60,10 +60,10 @@ class WorkerProcess(ChildProcess):
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def stats(self) -> Any:
-        """Return its counters, a `CacheStatsResponse`."""
+        """Return its counters, a `ServerStats`."""
         with grpc.insecure_channel(self.address) as channel:
-            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            return stub.CacheStats(messages.CacheStatsRequest(), timeout=_CALL_TIMEOUT_S)
+            stub = server_service_pb2_grpc.ServerServiceStub(channel)
+            return stub.GetStats(messages.GetStatsRequest(), timeout=_CALL_TIMEOUT_S).stats
 
 
 class Fleet:

@@ -62,7 +62,7 @@ async def _gateway_s(fleet: Fleet, messages: Sequence[Message]) -> float:
 async def _direct_s(client: Client, messages: Sequence[Message]) -> float:
     prompt = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(**message) for message in messages])
     request = inference_service_pb2.GenerateRequest(
-        chat=prompt, max_output_tokens=_OUTPUT_TOKEN_COUNT, cache=READ_WRITE
+        prompt={"chat": prompt}, max_output_tokens=_OUTPUT_TOKEN_COUNT, cache=READ_WRITE
     )
     reply, _, _ = await client.stream(request)
     return reply.ttft_s

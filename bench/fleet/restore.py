@@ -30,9 +30,13 @@ async def measure_restore(fleet: Fleet, texts: Texts, shape: Shape) -> StoreFact
     try:
         for agent in range(shape.agent_count):
             text = texts.text(shape.agent_token_count, key=agent)
-            prompt = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="system", content=text)])
+            prompt = prompt_pb2.ChatPrompt(
+                messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_SYSTEM, content=text)]
+            )
             await client.stream(
-                inference_service_pb2.GenerateRequest(chat=prompt, max_output_tokens=1, cache=READ_WRITE)
+                inference_service_pb2.GenerateRequest(
+                    prompt={"chat": prompt}, max_output_tokens=1, cache=READ_WRITE
+                )
             )
         promote = (await client.stats()).cache.promote
         return StoreFacts(promote.restore_tokens_per_second, (await client.model()).kv_bytes_per_token)

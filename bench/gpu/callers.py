@@ -184,7 +184,7 @@ def _request(prompt: Sequence[int], count: int) -> Any:
     from icehouse.v1 import inference_service_pb2, prompt_pb2, sampling_pb2
 
     return inference_service_pb2.GenerateRequest(
-        tokens=prompt_pb2.TokenPrompt(ids=prompt),
+        prompt={"tokens": prompt_pb2.TokenPrompt(ids=prompt)},
         max_output_tokens=count,
         sampling=sampling_pb2.SamplingParams(ignore_end_tokens=True),
     )

@@ -8,7 +8,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// PrefixKeyHeader is the header that carries [PrefixKey] with every call whose cache it concerns.
+// PrefixKeyHeader is the header in which calls carry their [PrefixKey].
 const PrefixKeyHeader = "icehouse-prefix-key"
 
 const (
@@ -17,42 +17,43 @@ const (
 	chatBytes  = 4096
 )
 
-// PrefixKey returns the key by which a load balancer sends prompts with one beginning to one server:
-// 16 hex digits, equal for prompts that begin alike. Messages without a prompt that is cached have none:
-// those with one are of Generate, Stream, Warm, Explain, Pin, Unpin, Evict and Rerank. Every client library
-// makes it the same way:
+// PrefixKey returns the key by which a load balancer sends prompts with the same beginning to the same server: 16 hex
+// digits, equal for prompts that begin alike. Requests of Generate, Stream, Warm, Explain, Pin, Unpin, Evict and Rerank
+// have one, if they have a prompt; for all others it is empty. Every client library computes it the same way:
 //
 //	first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 //
-// kind is "text", "tokens", "chat", "infill" or, for Rerank, "query". The beginning is the first 1024 bytes of
-// the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes, little-endian; or of a
-// conversation each message up to and with the first of role "user", as role ‖ 0x00 ‖ content ‖ 0x00 with
-// the texts of parts joined to the content, cut after 4096 bytes. The variant is what else makes KV another:
-// empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool
-// name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
+// The kind is "text", "tokens", "chat", "infill" or, for Rerank, "query".
+//
+// The beginning of a text, a query or an infill's prefix is its first 1024 bytes in UTF-8; of tokens the first 256 ids,
+// each as four bytes, little-endian. Of a conversation it is each message up to and including the first one of the user,
+// as role ‖ 0x00 ‖ content ‖ 0x00, cut off after 4096 bytes. The role is a word such as "user", and the texts of a
+// message's parts are joined to its content.
+//
+// The variant is the rest of what the cached blocks depend on: empty without an adapter and tools, otherwise
+// adapter ‖ 0x00, and for each tool name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
 func PrefixKey(request any) string {
 	switch request := request.(type) {
 	case *icehousev1.RerankRequest:
 		return key(request.GetModel(), "query", variant(request.GetAdapter(), nil), firstBytes(request.GetQuery()))
+	case *icehousev1.TokenizeRequest:
+		return ""
 	case prompted:
-		kind, start := beginning(request)
+		prompt := request.GetPrompt()
+		kind, start := beginning(prompt)
 		if kind == "" {
 			return ""
 		}
-		return key(request.GetModel(), kind, variant(request.GetAdapter(), request.GetTools()), start)
+		return key(request.GetModel(), kind, variant(prompt.GetAdapter(), prompt.GetTools()), start)
 	default:
 		return ""
 	}
 }
 
-// prompted is a message with a prompt that the cache is asked for.
+// prompted is a request with a prompt.
 type prompted interface {
 	GetModel() string
-	GetAdapter() string
-	GetTools() []*icehousev1.Tool
-	GetText() string
-	GetChat() *icehousev1.ChatPrompt
-	GetTokens() *icehousev1.TokenPrompt
+	GetPrompt() *icehousev1.Prompt
 }
 
 func key(model, kind, variant string, start []byte) string {
@@ -73,34 +74,35 @@ func variant(adapter string, tools []*icehousev1.Tool) string {
 	return text
 }
 
-func beginning(request prompted) (kind string, start []byte) {
-	if tokens := request.GetTokens(); tokens != nil {
-		ids := tokens.GetIds()
+// beginning returns an empty kind where there is no prompt.
+func beginning(prompt *icehousev1.Prompt) (kind string, start []byte) {
+	switch form := prompt.GetForm().(type) {
+	case *icehousev1.Prompt_Text:
+		return "text", firstBytes(form.Text)
+	case *icehousev1.Prompt_Chat:
+		return "chat", turns(form.Chat)
+	case *icehousev1.Prompt_Tokens:
+		ids := form.Tokens.GetIds()
 		for _, id := range ids[:min(len(ids), tokenCount)] {
 			start = binary.LittleEndian.AppendUint32(start, uint32(id))
 		}
 		return "tokens", start
+	case *icehousev1.Prompt_Infill:
+		return "infill", firstBytes(form.Infill.GetPrefix())
+	default:
+		return "", nil
 	}
-	if chat := request.GetChat(); chat != nil {
-		return "chat", turns(chat)
-	}
-	if generate, is := request.(*icehousev1.GenerateRequest); is && generate.GetInfill() != nil {
-		return "infill", firstBytes(generate.GetInfill().GetPrefix())
-	}
-	if text := request.GetText(); text != "" {
-		return "text", firstBytes(text)
-	}
-	return "", nil
 }
 
 func turns(chat *icehousev1.ChatPrompt) (start []byte) {
 	for _, message := range chat.GetMessages() {
-		start = append(start, message.GetRole()+"\x00"+message.GetContent()...)
+		role := roleOf(message)
+		start = append(start, role+"\x00"+message.GetContent()...)
 		for _, part := range message.GetParts() {
 			start = append(start, part.GetText()...)
 		}
 		start = append(start, 0)
-		if message.GetRole() == "user" || len(start) >= chatBytes {
+		if role == "user" || len(start) >= chatBytes {
 			break
 		}
 	}

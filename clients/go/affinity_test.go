@@ -8,9 +8,11 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// The examples are those of all client libraries.
+// All client libraries have the same examples.
 func TestPrefixKeyOfTheExamples(t *testing.T) {
 	content, err := os.ReadFile("../prefix_keys.json")
 	if err != nil {
@@ -43,12 +45,26 @@ func TestPrefixKeyOfTheExamples(t *testing.T) {
 	}
 }
 
+func TestAPromptThatIsOnlyTokenizedHasNoPrefixKey(t *testing.T) {
+	if key := PrefixKey(&icehousev1.TokenizeRequest{Prompt: Text("Once upon a time")}); key != "" {
+		t.Error(key)
+	}
+}
+
 func TestTheServiceConfigIsThePublishedOne(t *testing.T) {
 	published, err := os.ReadFile("../service_config.json")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if ServiceConfig != string(published) {
+	if serviceConfig != string(published) {
 		t.Error("service_config.json differs from clients/service_config.json; copy it here")
+	}
+}
+
+func TestARoleOfATemplatesOwnCountsByItsName(t *testing.T) {
+	prompt := Chat(&icehousev1.ChatMessage{RoleName: "ipython", Content: "1 + 1"}, User("Hi"))
+	want := key("", "chat", "", []byte("ipython\x001 + 1\x00user\x00Hi\x00"))
+	if found := PrefixKey(&icehousev1.GenerateRequest{Prompt: prompt}); found != want {
+		t.Errorf("%s, not %s", found, want)
 	}
 }

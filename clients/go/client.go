@@ -11,21 +11,21 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 
-	// Health checks happen only where this is linked in.
+	// gRPC checks the health of servers only where this package is linked in.
 	_ "google.golang.org/grpc/health"
 
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// ServiceConfig is the published service config: Generate, Embed and Rerank are retried when no server took
-// them, and servers that say they do not serve are passed over. A resolver that brings its own wins.
+// serviceConfig is the one that clients of all languages have: Generate, Embed and Rerank are retried when no server
+// took them, and servers whose health check says that they do not serve are left out. A resolver's own config wins.
 //
 //go:embed service_config.json
-var ServiceConfig string
+var serviceConfig string
 
-// Client is a connection to one server, or to all that a name resolves to. Safe for concurrent use.
+// Client is a connection to one server, or to all servers that a name resolves to. It is safe for concurrent use.
 type Client struct {
-	// The generated stubs of all services over this connection.
+	// The generated stubs of all services, over the same connection.
 	Inference  icehousev1.InferenceServiceClient
 	Cache      icehousev1.CacheServiceClient
 	Models     icehousev1.ModelServiceClient
@@ -37,8 +37,8 @@ type Client struct {
 	settings *settings
 }
 
-// Dial returns a client of the server at address: "host:port", "unix:/path" or any other gRPC target.
-// It does not wait for the connection, which is made with the first call.
+// Dial returns a client of the server at address: "host:port", "unix:/path" or any other gRPC target. It does not
+// connect yet; the first call does.
 func Dial(address string, options ...Option) (*Client, error) {
 	settings := defaultSettings()
 	for _, option := range options {
@@ -49,7 +49,7 @@ func Dial(address string, options ...Option) (*Client, error) {
 			"icehouse: the address is %q; it must be host:port, such as localhost:50051, or unix:/path", address)
 	}
 	if settings.retryLimit < 0 {
-		return nil, fmt.Errorf("icehouse: the retry limit is %d, and must be at least 0", settings.retryLimit)
+		return nil, fmt.Errorf("icehouse: the retry limit is %d; it must be at least 0", settings.retryLimit)
 	}
 	transport := insecure.NewCredentials()
 	if settings.tls != nil {
@@ -57,8 +57,8 @@ func Dial(address string, options ...Option) (*Client, error) {
 	}
 	own := []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),
-		grpc.WithDefaultServiceConfig(ServiceConfig),
-		// A prompt's tokens or a long output may pass gRPC's 4 MB.
+		grpc.WithDefaultServiceConfig(serviceConfig),
+		// The tokens of a prompt, or a long output, may be larger than gRPC's default of 4 MB.
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)),
 		grpc.WithChainUnaryInterceptor(settings.unary),
 		grpc.WithChainStreamInterceptor(settings.stream),
@@ -68,7 +68,7 @@ func Dial(address string, options ...Option) (*Client, error) {
 	}
 	conn, err := grpc.NewClient(address, append(own, settings.dial...)...)
 	if err != nil {
-		return nil, fmt.Errorf("icehouse: %q is no address: %w", address, err)
+		return nil, fmt.Errorf("icehouse: %q is not an address: %w", address, err)
 	}
 	return &Client{
 		Inference:  icehousev1.NewInferenceServiceClient(conn),
@@ -82,22 +82,48 @@ func Dial(address string, options ...Option) (*Client, error) {
 	}, nil
 }
 
-// Close ends the connection and what runs on it.
+// Close closes the connection and cancels the calls that run on it.
 func (c *Client) Close() error {
 	return c.conn.Close()
 }
 
-// Generate returns the whole output. Retried while no server takes it, until the deadline.
+// Generate returns the whole output.
 func (c *Client) Generate(
 	ctx context.Context, request *icehousev1.GenerateRequest,
 ) (*icehousev1.GenerateResponse, error) {
 	return c.Inference.Generate(ctx, request)
 }
 
-// Stream begins an output that comes piece by piece; a refusal is what its iteration yields. Never
-// retried. Close it, or end ctx, to end it on the server too.
+// Stream returns a running output. If the server refuses the request, the iteration yields the error. Leave the
+// iteration, call [Stream.Close] or cancel ctx to end the output on the server too.
 func (c *Client) Stream(ctx context.Context, request *icehousev1.GenerateRequest) *Stream {
 	ctx, cancel := context.WithCancel(ctx)
 	call, err := c.Inference.Stream(ctx, request)
 	return &Stream{call: call, err: err, cancel: cancel}
+}
+
+// Tokenize returns the tokens of a prompt, exactly as Generate would see them. Prompts of tokens are refused.
+func (c *Client) Tokenize(ctx context.Context, prompt *icehousev1.Prompt) ([]*icehousev1.Token, error) {
+	response, err := c.Inference.Tokenize(ctx, &icehousev1.TokenizeRequest{Prompt: prompt})
+	return response.GetTokens(), err
+}
+
+// Detokenize returns the text of tokens.
+func (c *Client) Detokenize(ctx context.Context, ids ...int32) (string, error) {
+	response, err := c.Inference.Detokenize(ctx, &icehousev1.DetokenizeRequest{TokenIds: ids})
+	return response.GetText(), err
+}
+
+// Embed returns a vector for each input, in their order.
+func (c *Client) Embed(
+	ctx context.Context, request *icehousev1.EmbedRequest,
+) (*icehousev1.EmbedResponse, error) {
+	return c.Embeddings.Embed(ctx, request)
+}
+
+// Rerank returns the documents of the request, best first.
+func (c *Client) Rerank(
+	ctx context.Context, request *icehousev1.RerankRequest,
+) (*icehousev1.RerankResponse, error) {
+	return c.Reranking.Rerank(ctx, request)
 }

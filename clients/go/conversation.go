@@ -6,8 +6,8 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// Conversation is the turns so far, each answer with its tokens, reasoning and tool calls, so that every
-// turn starts from the cached blocks of the one before. The zero value is an empty one. Not safe for
+// Conversation holds the turns so far. It keeps each answer with its tokens, reasoning and tool calls, so that the next
+// turn starts from the cached blocks of the last one. The zero value is empty and ready to use. It is not safe for
 // concurrent use.
 //
 //	talk := icehouse.NewConversation("Be brief.")
@@ -17,37 +17,39 @@ import (
 type Conversation struct {
 	// Messages are the turns, oldest first.
 	Messages []*icehousev1.ChatMessage
-	// Tools are what the model may ask for.
+	// Tools are the functions that the model may call.
 	Tools []*icehousev1.Tool
-	// SessionID names it to gateways, logs and traces.
+	// SessionID identifies it to gateways, logs and traces.
 	SessionID string
 }
 
-// NewConversation returns one with an id of its own, which begins with a system prompt unless that is empty.
+// NewConversation returns a conversation with a new SessionID. It begins with the system prompt, unless that is empty.
 func NewConversation(system string) *Conversation {
-	made := &Conversation{SessionID: rand.Text()}
+	conversation := &Conversation{SessionID: rand.Text()}
 	if system != "" {
-		made.Messages = append(made.Messages, Message("system", system))
+		conversation.Messages = append(conversation.Messages, System(system))
 	}
-	return made
+	return conversation
 }
 
-// Say adds the user's turn; images stand before its text.
+// Say adds the user's turn. Images come before the text.
 func (c *Conversation) Say(text string, images ...*icehousev1.ImagePart) {
-	c.Messages = append(c.Messages, Message("user", text, images...))
+	c.Messages = append(c.Messages, User(text, images...))
 }
 
-// Add adds the assistant's turn, an answer as it came.
+// Add adds an answer of the model.
 func (c *Conversation) Add(reply *Reply) {
 	c.Messages = append(c.Messages, reply.Message())
 }
 
-// Answer adds the result of a call that the assistant asked for.
+// Answer adds the result of a tool call that the model made.
 func (c *Conversation) Answer(call *icehousev1.ToolCall, content string) {
 	c.Messages = append(c.Messages, ToolResult(call, content))
 }
 
-// Request returns a request for the next turn, to which limits, sampling and the like can be added.
+// Request returns the request for the next turn. Set limits, sampling and so on in it.
 func (c *Conversation) Request() *icehousev1.GenerateRequest {
-	return &icehousev1.GenerateRequest{Prompt: Chat(c.Messages...), Tools: c.Tools, SessionId: c.SessionID}
+	prompt := Chat(c.Messages...)
+	prompt.Tools = c.Tools
+	return &icehousev1.GenerateRequest{Prompt: prompt, SessionId: c.SessionID}
 }

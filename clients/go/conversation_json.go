@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
@@ -16,65 +17,121 @@ const (
 	conversationVersion = 1
 )
 
-// keptConversation is what a file has of a [Conversation].
-type keptConversation struct {
+// roles are the roles of the API by the words that chat templates have for them.
+var roles = map[string]icehousev1.Role{
+	"system":    icehousev1.Role_ROLE_SYSTEM,
+	"developer": icehousev1.Role_ROLE_DEVELOPER,
+	"user":      icehousev1.Role_ROLE_USER,
+	"assistant": icehousev1.Role_ROLE_ASSISTANT,
+	"tool":      icehousev1.Role_ROLE_TOOL,
+}
+
+// roleOf returns the word for a message's role.
+func roleOf(message *icehousev1.ChatMessage) string {
+	if role := message.GetRole(); role != icehousev1.Role_ROLE_UNSPECIFIED {
+		return strings.ToLower(strings.TrimPrefix(role.String(), "ROLE_"))
+	}
+	return message.GetRoleName()
+}
+
+// savedConversation is the JSON of a [Conversation].
+type savedConversation struct {
 	Kind      string            `json:"kind"`
 	Version   int               `json:"version"`
 	SessionID string            `json:"session_id"`
 	Messages  []json.RawMessage `json:"messages"`
 }
 
-// MarshalJSON returns the turns as text, to be kept; clients of every language read it. Tools are not kept.
+// MarshalJSON returns the turns and the SessionID, without the tools. The clients of all languages read it.
 func (c Conversation) MarshalJSON() ([]byte, error) {
-	kept := keptConversation{
+	saved := savedConversation{
 		Kind: conversationKind, Version: conversationVersion, SessionID: c.SessionID,
 		Messages: make([]json.RawMessage, len(c.Messages)),
 	}
 	for i, message := range c.Messages {
-		text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(message)
-		if err != nil {
-			return nil, fmt.Errorf("icehouse: messages[%d]: %w", i, err)
-		}
-		fields := map[string]json.RawMessage{"content": json.RawMessage(`""`)}
-		if err := json.Unmarshal(text, &fields); err != nil {
-			return nil, fmt.Errorf("icehouse: messages[%d]: %w", i, err)
-		}
-		if kept.Messages[i], err = json.Marshal(fields); err != nil {
+		var err error
+		if saved.Messages[i], err = saveMessage(message); err != nil {
 			return nil, fmt.Errorf("icehouse: messages[%d]: %w", i, err)
 		}
 	}
-	return json.Marshal(kept)
+	return json.Marshal(saved)
 }
 
-// UnmarshalJSON reads the turns in a text that was kept, or in a plain list of {"role", "content"}; the
-// conversation's tools stay.
+// UnmarshalJSON reads the turns of a saved conversation, or a plain list of {"role", "content"}. It leaves the tools as
+// they are.
 func (c *Conversation) UnmarshalJSON(text []byte) error {
-	var kept keptConversation
-	if json.Unmarshal(text, &kept.Messages) != nil || kept.Messages == nil {
-		kept.Messages = nil
-		if err := json.Unmarshal(text, &kept); err != nil {
-			return fmt.Errorf("icehouse: no conversation: %w", err)
-		}
-		if kept.Kind != conversationKind || kept.Version != conversationVersion {
-			return fmt.Errorf("icehouse: no conversation: it is of kind %q, version %d", kept.Kind, kept.Version)
-		}
-		if kept.Messages == nil {
-			return errors.New("icehouse: no conversation: there is no list of messages")
+	saved, err := parseConversation(text)
+	if err != nil {
+		return fmt.Errorf("icehouse: not a conversation: %w", err)
+	}
+	messages := make([]*icehousev1.ChatMessage, len(saved.Messages))
+	for i, text := range saved.Messages {
+		if messages[i], err = parseMessage(text); err != nil {
+			return fmt.Errorf("icehouse: not a conversation: messages[%d]: %w", i, err)
 		}
 	}
-	messages := make([]*icehousev1.ChatMessage, len(kept.Messages))
-	for i, fields := range kept.Messages {
-		messages[i] = &icehousev1.ChatMessage{}
-		if err := protojson.Unmarshal(fields, messages[i]); err != nil {
-			return fmt.Errorf("icehouse: no conversation: messages[%d]: %w", i, err)
-		}
-		if messages[i].GetRole() == "" {
-			return fmt.Errorf("icehouse: no conversation: messages[%d] has no role", i)
-		}
+	if saved.SessionID == "" {
+		saved.SessionID = rand.Text()
 	}
-	if kept.SessionID == "" {
-		kept.SessionID = rand.Text()
-	}
-	c.Messages, c.SessionID = messages, kept.SessionID
+	c.Messages, c.SessionID = messages, saved.SessionID
 	return nil
+}
+
+func parseConversation(text []byte) (saved savedConversation, err error) {
+	if strings.HasPrefix(strings.TrimSpace(string(text)), "[") {
+		return saved, json.Unmarshal(text, &saved.Messages)
+	}
+	if err := json.Unmarshal(text, &saved); err != nil {
+		return saved, err
+	}
+	if saved.Kind != conversationKind || saved.Version != conversationVersion {
+		return saved, fmt.Errorf("it is of kind %q, version %d", saved.Kind, saved.Version)
+	}
+	if saved.Messages == nil {
+		return saved, errors.New("it has no list of messages")
+	}
+	return saved, nil
+}
+
+// saveMessage returns a message as protojson writes it, but with its role as a word and its content even if empty.
+func saveMessage(message *icehousev1.ChatMessage) (json.RawMessage, error) {
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(message)
+	if err != nil {
+		return nil, err
+	}
+	fields := map[string]json.RawMessage{"content": json.RawMessage(`""`)}
+	if err := json.Unmarshal(text, &fields); err != nil {
+		return nil, err
+	}
+	delete(fields, "role_name")
+	if fields["role"], err = json.Marshal(roleOf(message)); err != nil {
+		return nil, err
+	}
+	return json.Marshal(fields)
+}
+
+func parseMessage(text json.RawMessage) (*icehousev1.ChatMessage, error) {
+	fields := map[string]any{}
+	if err := json.Unmarshal(text, &fields); err != nil {
+		return nil, err
+	}
+	role, _ := fields["role"].(string)
+	if role == "" {
+		return nil, errors.New("it has no role")
+	}
+	delete(fields, "role")
+	message := &icehousev1.ChatMessage{}
+	rest, err := json.Marshal(fields)
+	if err != nil {
+		return nil, err
+	}
+	if err := protojson.Unmarshal(rest, message); err != nil {
+		return nil, err
+	}
+	if known, is := roles[role]; is {
+		message.Role = known
+	} else {
+		message.RoleName = role
+	}
+	return message, nil
 }

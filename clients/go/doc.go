@@ -1,6 +1,6 @@
 // Package icehouse is a client of Icehouse, a gRPC service for language models.
 //
-// Requests and answers are the API's own messages, from icehouse.dev/api/icehouse/v1. What the client
-// adds goes for every call, those of the generated stubs in [Client] too: a deadline where the context
-// has none, errors as [*Error], the published service config, the prefix key and credentials.
+// Requests and responses are the messages of the API, from icehouse.dev/api/icehouse/v1. The client adds deadlines,
+// typed errors (see [Error]), retries, credentials and the header for prefix routing (see [PrefixKey]). They apply to
+// all calls, including those of the generated stubs in [Client].
 package icehouse

@@ -11,28 +11,34 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// Error is what every failed call returns: the server's status with its details unpacked.
+// Error is the error of a failed call: the status of the server and its details.
 //
-// errors.Is finds context.Canceled and context.DeadlineExceeded in it where the call ended so, and
-// status.FromError finds gRPC's own form.
+// errors.Is finds context.Canceled and context.DeadlineExceeded in it, and status.FromError finds the gRPC status.
 type Error struct {
 	Code    codes.Code
 	Message string
-	// Reason is stable and machine readable: "QUEUE_FULL", "PROMPT_TOO_LONG" and so on. Where the status
-	// came from the network and not from the server it is the code's name, such as "UNAVAILABLE".
+	// Reason is a stable name for programs, such as "QUEUE_FULL". If the status is not the server's own, it is the name
+	// of the code, such as "UNAVAILABLE".
 	Reason string
-	// Metadata holds the numbers of the message.
+	// Metadata holds the values that the message is about.
 	Metadata map[string]string
-	// Field is the request field at fault, in the protos' spelling; empty when no field is.
+	// Field is the request field at fault, as the protos spell it, such as "prompt.chat"; empty if there is none.
 	Field string
 
 	retryAfter *time.Duration
 	status     *status.Status
 }
 
-// RetryAfter returns the delay after which trying again makes sense; false when the server named none.
+// ErrorReason returns the reason as the API's constant. It is ERROR_REASON_UNSPECIFIED if the API has none of this name.
+func (e *Error) ErrorReason() icehousev1.ErrorReason {
+	return icehousev1.ErrorReason(icehousev1.ErrorReason_value["ERROR_REASON_"+e.Reason])
+}
+
+// RetryAfter returns how long to wait before trying again; false if the server did not say.
 func (e *Error) RetryAfter() (time.Duration, bool) {
 	if e.retryAfter == nil {
 		return 0, false
@@ -47,12 +53,12 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("icehouse: %s: %s", e.Reason, e.Message)
 }
 
-// GRPCStatus lets status.FromError find the status.
+// GRPCStatus returns the status, for status.FromError.
 func (e *Error) GRPCStatus() *status.Status {
 	return e.status
 }
 
-// Is lets errors.Is find how a context ended.
+// Is reports whether the call ended as target says, for errors.Is with the errors of package context.
 func (e *Error) Is(target error) bool {
 	switch target {
 	case context.Canceled:
@@ -64,7 +70,7 @@ func (e *Error) Is(target error) bool {
 	}
 }
 
-// errorFrom returns a call's error as *Error; nil and io.EOF, the good end of a stream, stay what they are.
+// errorFrom returns the error of a call as *Error. It returns nil and io.EOF, the regular end of a stream, as they are.
 func errorFrom(err error) error {
 	var known *Error
 	if err == nil || errors.Is(err, io.EOF) || errors.As(err, &known) {
@@ -88,7 +94,7 @@ func errorFrom(err error) error {
 	return made
 }
 
-// codeName returns the name that every language knows, "UNAVAILABLE" and not Go's "Unavailable".
+// codeName returns the name that all languages share: "UNAVAILABLE", not Go's "Unavailable".
 func codeName(of codes.Code) string {
 	return code.Code(of).String()
 }

@@ -10,31 +10,27 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// unary gives a call its deadline, its headers, its retries and its typed error.
+// unary gives a call its deadline, headers, retries and typed error.
 func (s *settings) unary(
 	ctx context.Context, method string, request, reply any,
 	conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption,
 ) error {
 	ctx, cancel := s.bounded(ctx, s.timeoutOf(method))
 	defer cancel()
-	return sentAgain(ctx, s.retryLimitOf(method), func() error {
-		return s.withToken(announced(ctx, request), func(ctx context.Context) error {
+	return retry(ctx, s.retryLimitOf(method), func() error {
+		return s.withToken(withPrefixKey(ctx, request), func(ctx context.Context) error {
 			return errorFrom(invoke(ctx, method, request, reply, conn, options...))
 		})
 	})
 }
 
-// stream does the same once the request is known, which gRPC shows to SendMsg only. Of the streaming
-// calls Stream alone gets a deadline: the others have no end, or tell how far they are.
+// stream gives a streaming call its deadline, headers and typed error.
 func (s *settings) stream(
 	ctx context.Context, description *grpc.StreamDesc, conn *grpc.ClientConn, method string,
 	begin grpc.Streamer, options ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
-	cancel := func() {}
-	if method == icehousev1.InferenceService_Stream_FullMethodName {
-		ctx, cancel = s.bounded(ctx, s.timeout)
-	}
-	return &announcedStream{
+	ctx, cancel := s.bounded(ctx, s.timeoutOf(method))
+	return &deferredStream{
 		settings: s,
 		ctx:      ctx,
 		cancel:   cancel,
@@ -44,20 +40,23 @@ func (s *settings) stream(
 	}, nil
 }
 
-// timeoutOf returns the deadline of a call with one answer.
+// timeoutOf returns the deadline of a call whose context has none; 0 is none.
 func (s *settings) timeoutOf(method string) time.Duration {
 	switch method {
+	case icehousev1.ServerService_WatchStats_FullMethodName:
+		return 0
 	case icehousev1.CacheService_Warm_FullMethodName,
 		icehousev1.CacheService_Evict_FullMethodName,
+		icehousev1.CacheService_EvictAll_FullMethodName,
 		icehousev1.CacheService_Verify_FullMethodName:
 		if s.timeout != 0 {
-			return s.orderTimeout
+			return CommandTimeout
 		}
 	}
 	return s.timeout
 }
 
-// bounded returns a context with a deadline, and what frees it.
+// bounded returns a context with a deadline, and its cancel function.
 func (s *settings) bounded(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
 	if _, has := ctx.Deadline(); has || timeout == 0 {
 		return ctx, func() {}
@@ -65,17 +64,17 @@ func (s *settings) bounded(ctx context.Context, timeout time.Duration) (context.
 	return context.WithTimeout(ctx, timeout)
 }
 
-// announced returns a context that carries the prefix key of a request that has one.
-func announced(ctx context.Context, request any) context.Context {
+// withPrefixKey returns a context that carries the prefix key of a request, if it has one.
+func withPrefixKey(ctx context.Context, request any) context.Context {
 	if key := PrefixKey(request); key != "" {
 		return metadata.AppendToOutgoingContext(ctx, PrefixKeyHeader, key)
 	}
 	return ctx
 }
 
-// announcedStream begins its call with the request, so that the request's headers go with it. The API's
-// streams have one request each, sent by the generated stub before it returns.
-type announcedStream struct {
+// deferredStream is a stream that begins when its request is sent, because the headers depend on the request and gRPC
+// shows it only to SendMsg. The API's streams have one request each, which the generated stub sends before it returns.
+type deferredStream struct {
 	grpc.ClientStream
 
 	settings *settings
@@ -85,50 +84,50 @@ type announcedStream struct {
 
 	request any
 	token   string
-	settled bool
+	// answered is set once the server has taken or refused the call.
+	answered bool
 }
 
-func (a *announcedStream) SendMsg(request any) error {
-	a.request = request
-	err := a.send()
+func (d *deferredStream) SendMsg(request any) error {
+	d.request = request
+	err := d.send()
 	if err != nil {
-		a.cancel()
+		d.cancel()
 	}
 	return err
 }
 
-func (a *announcedStream) RecvMsg(response any) error {
-	err := errorFrom(a.ClientStream.RecvMsg(response))
-	if err != nil && !a.settled && a.token != "" && a.settings.token.isRenewed(err, a.token) {
-		a.settled = true
-		if err = a.sendAgain(); err == nil {
-			err = errorFrom(a.ClientStream.RecvMsg(response))
+func (d *deferredStream) RecvMsg(response any) error {
+	err := errorFrom(d.ClientStream.RecvMsg(response))
+	if err != nil && !d.answered && d.token != "" && d.settings.token.renew(err, d.token) {
+		if err = d.sendAgain(); err == nil {
+			err = errorFrom(d.ClientStream.RecvMsg(response))
 		}
 	}
-	a.settled = true
+	d.answered = true
 	if err != nil {
-		a.cancel()
+		d.cancel()
 	}
 	return err
 }
 
-func (a *announcedStream) send() error {
-	ctx, token, err := a.settings.authorized(announced(a.ctx, a.request))
+func (d *deferredStream) send() error {
+	ctx, token, err := d.settings.authorized(withPrefixKey(d.ctx, d.request))
 	if err != nil {
 		return err
 	}
-	stream, err := a.begin(ctx)
+	stream, err := d.begin(ctx)
 	if err != nil {
 		return errorFrom(err)
 	}
-	a.ClientStream, a.token = stream, token
-	return errorFrom(stream.SendMsg(a.request))
+	d.ClientStream, d.token = stream, token
+	return errorFrom(stream.SendMsg(d.request))
 }
 
-// sendAgain begins the call anew with another token: the server refused the first, so nothing has run.
-func (a *announcedStream) sendAgain() error {
-	if err := a.send(); err != nil {
+// sendAgain repeats the call with another token. The server refused the first one, so nothing has run.
+func (d *deferredStream) sendAgain() error {
+	if err := d.send(); err != nil {
 		return err
 	}
-	return errorFrom(a.ClientStream.CloseSend())
+	return errorFrom(d.ClientStream.CloseSend())
 }

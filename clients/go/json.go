@@ -13,8 +13,8 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// GenerateJSON returns an output as a Go value. The output is held to the request's ResponseFormat; without one,
-// to [SchemaOf] the type. An output that a limit cut is refused; the response has it and its usage.
+// GenerateJSON returns an output as a Go value. The output has the request's ResponseFormat or, without one, the schema
+// of the type (see [SchemaOf]). If the output was cut off by a limit, GenerateJSON returns an error and the response.
 func GenerateJSON[T any](
 	ctx context.Context, client *Client, request *icehousev1.GenerateRequest,
 ) (T, *icehousev1.GenerateResponse, error) {
@@ -25,7 +25,7 @@ func GenerateJSON[T any](
 			return value, nil, err
 		}
 		request = proto.CloneOf(request)
-		request.ResponseFormat = &icehousev1.ResponseFormat{Format: JSONSchema(schema)}
+		request.ResponseFormat = JSONSchema(schema)
 	}
 	response, err := client.Generate(ctx, request)
 	if err != nil {
@@ -34,9 +34,9 @@ func GenerateJSON[T any](
 	return value, response, ReplyOf(response).Decode(&value)
 }
 
-// SchemaOf returns the JSON schema of what encodes to a type: a struct, whose fields go by their json tags, are
-// required unless they say omitempty or omitzero, and have nothing beside them; a string, bool or number; a
-// slice, an array or a map from string of such; a pointer, which may be null.
+// SchemaOf returns the JSON schema of a type, as encoding/json encodes it. Fields of structs are required unless their
+// tags have omitempty or omitzero, and no other properties are allowed. Pointers may be null. Besides structs and
+// pointers, SchemaOf knows strings, bools, numbers, slices, arrays and maps with string keys.
 func SchemaOf[T any]() (string, error) {
 	schema, err := schemaOf(reflect.TypeFor[T](), nil)
 	if err != nil {
@@ -46,13 +46,13 @@ func SchemaOf[T any]() (string, error) {
 	return string(text), err
 }
 
-// property is a member of an object, in the order of the struct's fields.
+// property is one member of an object.
 type property struct {
 	name   string
 	schema any
 }
 
-// properties encodes to an object with its members in order, which is the order in which they are generated.
+// properties encodes to an object with its members in this order, in which they are generated, too.
 type properties []property
 
 func (p properties) MarshalJSON() ([]byte, error) {
@@ -73,7 +73,7 @@ func (p properties) MarshalJSON() ([]byte, error) {
 
 func schemaOf(of reflect.Type, within []reflect.Type) (any, error) {
 	if slices.Contains(within, of) {
-		return nil, fmt.Errorf("icehouse: %v is within itself, and has no JSON schema here", of)
+		return nil, fmt.Errorf("icehouse: %v contains itself, so it has no JSON schema here", of)
 	}
 	switch of.Kind() {
 	case reflect.String:
@@ -102,7 +102,7 @@ func schemaOf(of reflect.Type, within []reflect.Type) (any, error) {
 	return nil, fmt.Errorf("icehouse: %v has no JSON schema here; give the request a ResponseFormat", of)
 }
 
-// composed returns the schema of a type that has an element, which stands under a name behind what is before it.
+// composed returns the schema of a type with an element: the properties before, then the element's schema under name.
 func composed(
 	name string, of reflect.Type, within []reflect.Type, put func(any) any, before ...property,
 ) (any, error) {
@@ -125,7 +125,7 @@ func structSchema(of reflect.Type, within []reflect.Type) (any, error) {
 			continue
 		}
 		if field.Anonymous && name == "" {
-			return nil, fmt.Errorf("icehouse: %v embeds %v, and has no JSON schema here", of, field.Type)
+			return nil, fmt.Errorf("icehouse: %v embeds %v, so it has no JSON schema here", of, field.Type)
 		}
 		if name == "" {
 			name = field.Name

@@ -10,7 +10,7 @@ type place struct {
 	Name string `json:"name"`
 }
 
-// Place is exported, as embedded fields are that count.
+// Place is exported: SchemaOf ignores embedded fields that are not.
 type Place struct{ Name string }
 
 type trip struct {
@@ -65,7 +65,8 @@ func TestAnOutputIsReadIntoItsType(t *testing.T) {
 	if err != nil || script.request.GetResponseFormat().GetJsonSchema() != schema {
 		t.Error(script.request, err)
 	}
-	request.ResponseFormat = &icehousev1.ResponseFormat{Format: JSONSchema("{}"), Compact: true}
+	request.ResponseFormat = JSONSchema("{}")
+	request.ResponseFormat.Compact = true
 	if _, _, err = GenerateJSON[place](t.Context(), client, request); err != nil {
 		t.Error(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,7 +15,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// servers are what tests/system/clients/live_servers.py has started and told in ICEHOUSE_TEST_SERVERS.
+// servers are the ones that tests/system/clients/live_servers.py started, as ICEHOUSE_TEST_SERVERS describes them.
 type servers struct {
 	Model           string
 	Address         string
@@ -68,7 +69,7 @@ func TestOfSeveralCompletionsTheFirstIsTheReply(t *testing.T) {
 	client := dial(t, liveServers(t).Address)
 	request := &icehousev1.GenerateRequest{
 		Prompt: Text("Once"), MaxOutputTokens: 8, Completions: 2,
-		Sampling: &icehousev1.SamplingParams{Temperature: new(1.0), Seed: new(uint64(7))},
+		Sampling: &icehousev1.SamplingParams{Temperature: 1, Seed: new(uint64(7))},
 	}
 	whole, err := client.Generate(t.Context(), request)
 	if err != nil {
@@ -96,7 +97,7 @@ func TestPromptsOfEveryKind(t *testing.T) {
 	for _, request := range []*icehousev1.GenerateRequest{
 		{Prompt: Text("Hi"), MaxOutputTokens: 1},
 		{Prompt: Tokens(10, 11, 12), MaxOutputTokens: 1},
-		{Prompt: Chat(Message("system", "Be kind."), Message("user", "Hi")), MaxOutputTokens: 1},
+		{Prompt: Chat(System("Be kind."), User("Hi"), Assistant("Hello."), User("How are you?")), MaxOutputTokens: 1},
 	} {
 		response, err := client.Generate(t.Context(), request)
 		if err != nil || response.GetUsage().GetOutputTokens() != 1 {
@@ -167,5 +168,31 @@ func TestTheModelsAreThereToo(t *testing.T) {
 	_, err = client.Models.GetModel(t.Context(), &icehousev1.GetModelRequest{Model: "none"})
 	if refusal(t, err).Reason != "MODEL_NOT_FOUND" {
 		t.Error(err)
+	}
+}
+
+func TestTheCountersAreThereAtOnce(t *testing.T) {
+	stats, err := dial(t, liveServers(t).Address).GetStats(t.Context())
+	if err != nil || stats.GetCollectTime() == nil || stats.GetEngine() == nil || stats.GetCache() == nil {
+		t.Error(stats, err)
+	}
+}
+
+func TestAllBlocksAreEvicted(t *testing.T) {
+	client := dial(t, liveServers(t).ChatAddress)
+	prompt := Text(strings.Repeat("The ice house keeps what was cut in winter. ", 8))
+	if _, err := client.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: prompt}); err != nil {
+		t.Fatal(err)
+	}
+	var steps []*icehousev1.EvictProgress
+	result, err := client.EvictAll(t.Context(), &icehousev1.EvictAllRequest{}, func(progress *icehousev1.EvictProgress) {
+		steps = append(steps, progress)
+	})
+	if err != nil || result.GetRamBlockCount() == 0 || len(steps) == 0 {
+		t.Error(result, steps, err)
+	}
+	explained, err := client.Explain(t.Context(), &icehousev1.ExplainRequest{Prompt: prompt})
+	if err != nil || len(explained.GetBlocks()) != 0 {
+		t.Error(explained, err)
 	}
 }

@@ -9,12 +9,12 @@ import (
 
 var (
 	socketScheme = regexp.MustCompile(`(?i)^(unix|unix-abstract|vsock):`)
-	// What stands before the addresses of a target that names its scheme.
+	// The scheme of a target, before its addresses.
 	scheme = regexp.MustCompile(`(?i)^(dns|ipv4|ipv6|passthrough):(//[^/]*/)?`)
 )
 
-// isLocal tells whether all that a gRPC target names is this machine, by its looks: no name is resolved. A proxy
-// elsewhere would look for the server on its own machine.
+// isLocal reports whether all addresses of a gRPC target are this machine's. It resolves no names. A proxy elsewhere
+// would look for the server on the proxy's own machine.
 func isLocal(target string) bool {
 	if socketScheme.MatchString(target) {
 		return true
@@ -50,6 +50,6 @@ func isLocalHost(host string) bool {
 		return true
 	}
 	address, err := netip.ParseAddr(name)
-	// What listens everywhere listens here, and a system connects it so.
+	// Connecting to the unspecified address reaches this machine.
 	return err == nil && (address.Unmap().IsLoopback() || address.IsUnspecified())
 }

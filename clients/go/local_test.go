@@ -36,7 +36,7 @@ func TestWhichTargetsAreOfThisMachine(t *testing.T) {
 	}
 }
 
-// proxy refuses everybody, and tells who asked it for what.
+// proxy starts a proxy that refuses every request, and returns the first lines of the requests.
 func proxy(t *testing.T) (net.Listener, <-chan string) {
 	listener, asked := listen(t), make(chan string, 100)
 	go func() {
@@ -56,7 +56,7 @@ func proxy(t *testing.T) (net.Listener, <-chan string) {
 
 const proxyTarget = "ICEHOUSE_TEST_PROXY_TARGET"
 
-// Go reads the names of proxies once in a process, so each target is asked by one of its own.
+// Go reads the proxy settings once in a process, so each target is called by a process of its own.
 func TestOnlyAServerElsewhereIsAskedThroughAProxy(t *testing.T) {
 	listener := listen(t)
 	script := &scripted{states: []icehousev1.ServerState{ready}}
@@ -81,7 +81,7 @@ func TestOnlyAServerElsewhereIsAskedThroughAProxy(t *testing.T) {
 		case got = <-asked:
 		default:
 		}
-		// Not every system has an address for the third.
+		// Not every system has an address for the third target.
 		isAnswered := err == nil || strings.HasPrefix(target, "icehouse.localhost")
 		if got != want || isAnswered != (want == "") {
 			t.Errorf("%s: %q was asked of the proxy: %s", target, got, output)

@@ -8,68 +8,61 @@ import (
 	"google.golang.org/grpc"
 )
 
-// DefaultTimeout is the deadline of a call whose context has none.
-const DefaultTimeout = 120 * time.Second
+const (
+	// DefaultTimeout is the deadline of calls whose context has none.
+	DefaultTimeout = 120 * time.Second
 
-// DefaultOrderTimeout is the deadline of Warm, Evict and Verify whose context has none: a long prompt or a
-// large disk takes its time.
-const DefaultOrderTimeout = time.Hour
+	// CommandTimeout is the same for Warm, Evict, EvictAll and Verify, which may take minutes.
+	CommandTimeout = time.Hour
+)
 
-// Option says something about a connection.
+// Option configures a [Client].
 type Option func(*settings)
 
 type settings struct {
-	timeout      time.Duration
-	orderTimeout time.Duration
-	retryLimit   int
-	token        *bearerToken
-	tls          *tls.Config
-	dial         []grpc.DialOption
+	timeout    time.Duration
+	retryLimit int
+	token      *bearerToken
+	tls        *tls.Config
+	dial       []grpc.DialOption
 }
 
 func defaultSettings() settings {
-	return settings{timeout: DefaultTimeout, orderTimeout: DefaultOrderTimeout}
+	return settings{timeout: DefaultTimeout}
 }
 
-// WithTLS secures the connection. An empty config trusts the system's authorities; RootCAs names others,
-// Certificates prove who the client is (mTLS), ServerName is expected when it differs from the address.
+// WithTLS secures the connection. An empty config trusts the system's certificate authorities. Set RootCAs to trust
+// others, Certificates for mTLS, and ServerName where the server's name differs from the address.
 func WithTLS(config *tls.Config) Option {
 	return func(s *settings) { s.tls = config }
 }
 
-// WithToken sends a bearer token with every call. Without TLS whoever is on the way can read it.
+// WithToken sends a bearer token with every call. Use it with [WithTLS]: otherwise the token is sent unencrypted.
 func WithToken(token string) Option {
 	return func(s *settings) { s.token = &bearerToken{known: token} }
 }
 
-// WithTokenSource sends the token that source returns. It is kept until the server refuses it (Unauthenticated);
-// then source is asked anew, and the refused call, of which nothing has run, is made again, once. One call at a
-// time asks it.
+// WithTokenSource sends the token that source returns with every call. The token is kept until the server refuses it
+// (Unauthenticated). Then source is called again, and the refused call is repeated once with the new token. Source is
+// never called twice at the same time.
 func WithTokenSource(source func(context.Context) (string, error)) Option {
 	return func(s *settings) { s.token = &bearerToken{source: source} }
 }
 
-// WithTimeout sets the deadline of calls whose context has none, in place of [DefaultTimeout]. 0 is none, for
-// Warm, Evict and Verify too.
+// WithTimeout replaces [DefaultTimeout]. With 0 no call gets a deadline, not even the commands that otherwise have
+// [CommandTimeout].
 func WithTimeout(timeout time.Duration) Option {
 	return func(s *settings) { s.timeout = timeout }
 }
 
-// WithOrderTimeout sets the deadline of Warm, Evict and Verify whose context has none, in place of
-// [DefaultOrderTimeout]. 0 is none.
-func WithOrderTimeout(timeout time.Duration) Option {
-	return func(s *settings) { s.orderTimeout = timeout }
-}
-
-// WithRetryLimit sends Generate, Embed and Rerank again, at most so often, where the server refuses them for now
-// and says when to come back ([Error.RetryAfter]), but never past the call's deadline. Without it the refusal
-// is returned.
+// WithRetryLimit repeats Generate, Embed and Rerank up to count times when the server refuses them for now and says
+// when to try again (see [Error.RetryAfter]), but never past the call's deadline. Default: 0.
 func WithRetryLimit(count int) Option {
 	return func(s *settings) { s.retryLimit = count }
 }
 
-// WithoutHealthChecks uses servers whatever their health says: for those that answer health checks only to
-// callers with credentials, which gRPC does not send with them.
+// WithoutHealthChecks uses servers whatever their health checks say. It is for servers that answer health checks only
+// to authenticated callers: gRPC sends them without credentials.
 func WithoutHealthChecks() Option {
 	return WithDialOptions(grpc.WithDisableHealthCheck())
 }

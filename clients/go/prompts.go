@@ -7,51 +7,70 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// Text returns a prompt of plain text, for GenerateRequest.Prompt.
-func Text(text string) *icehousev1.GenerateRequest_Text {
-	return &icehousev1.GenerateRequest_Text{Text: text}
-}
-
-// Tokens returns a prompt of token ids, used as they are.
-func Tokens(ids ...int32) *icehousev1.GenerateRequest_Tokens {
-	return &icehousev1.GenerateRequest_Tokens{Tokens: &icehousev1.TokenPrompt{Ids: ids}}
-}
-
-// Infill returns a prompt with a gap between two texts, which the output fills: for models of code that were
-// trained to.
-func Infill(prefix, suffix string) *icehousev1.GenerateRequest_Infill {
-	return &icehousev1.GenerateRequest_Infill{Infill: &icehousev1.InfillPrompt{Prefix: prefix, Suffix: suffix}}
+// Text returns a prompt of plain text.
+func Text(text string) *icehousev1.Prompt {
+	return &icehousev1.Prompt{Form: &icehousev1.Prompt_Text{Text: text}}
 }
 
 // Chat returns a prompt that is a conversation, oldest turn first.
-func Chat(messages ...*icehousev1.ChatMessage) *icehousev1.GenerateRequest_Chat {
-	return &icehousev1.GenerateRequest_Chat{Chat: &icehousev1.ChatPrompt{Messages: messages}}
+func Chat(messages ...*icehousev1.ChatMessage) *icehousev1.Prompt {
+	return &icehousev1.Prompt{Form: &icehousev1.Prompt_Chat{Chat: &icehousev1.ChatPrompt{Messages: messages}}}
 }
 
-// Message returns a turn of a conversation. role is "system", "user", "assistant" or "tool". Images, which only
-// the user's turns may have, stand before the content.
-func Message(role, content string, images ...*icehousev1.ImagePart) *icehousev1.ChatMessage {
+// Tokens returns a prompt of token ids, which are used as they are.
+func Tokens(ids ...int32) *icehousev1.Prompt {
+	return &icehousev1.Prompt{Form: &icehousev1.Prompt_Tokens{Tokens: &icehousev1.TokenPrompt{Ids: ids}}}
+}
+
+// Infill returns a prompt with a gap between two texts, which the output fills. Only models that are trained for it
+// accept it.
+func Infill(prefix, suffix string) *icehousev1.Prompt {
+	infill := &icehousev1.InfillPrompt{Prefix: prefix, Suffix: suffix}
+	return &icehousev1.Prompt{Form: &icehousev1.Prompt_Infill{Infill: infill}}
+}
+
+// System returns a message with instructions for the whole conversation.
+func System(text string) *icehousev1.ChatMessage {
+	return &icehousev1.ChatMessage{Role: icehousev1.Role_ROLE_SYSTEM, Content: text}
+}
+
+// User returns a message of the user. Images come before the text.
+func User(text string, images ...*icehousev1.ImagePart) *icehousev1.ChatMessage {
+	message := &icehousev1.ChatMessage{Role: icehousev1.Role_ROLE_USER}
 	if len(images) == 0 {
-		return &icehousev1.ChatMessage{Role: role, Content: content}
+		message.Content = text
+		return message
 	}
-	message := &icehousev1.ChatMessage{Role: role}
 	for _, image := range images {
 		message.Parts = append(message.Parts, &icehousev1.ContentPart{Part: &icehousev1.ContentPart_Image{Image: image}})
 	}
-	if content != "" {
-		message.Parts = append(message.Parts, &icehousev1.ContentPart{Part: &icehousev1.ContentPart_Text{Text: content}})
+	if text != "" {
+		message.Parts = append(message.Parts, &icehousev1.ContentPart{Part: &icehousev1.ContentPart_Text{Text: text}})
 	}
 	return message
 }
 
-// Image returns a picture for [Message] and [Conversation.Say]: a PNG, JPEG, WebP or GIF as it is in its file.
-// mediaType is what it must be, such as "image/png"; empty for whatever its bytes say.
+// Assistant returns a message of the model, for an example or a conversation from elsewhere. For an answer of this
+// server use [Reply.Message], which keeps its tokens.
+func Assistant(text string) *icehousev1.ChatMessage {
+	return &icehousev1.ChatMessage{Role: icehousev1.Role_ROLE_ASSISTANT, Content: text}
+}
+
+// ToolResult returns the message that answers a tool call.
+func ToolResult(call *icehousev1.ToolCall, content string) *icehousev1.ChatMessage {
+	return &icehousev1.ChatMessage{
+		Role: icehousev1.Role_ROLE_TOOL, Content: content, Name: call.GetName(), ToolCallId: call.GetId(),
+	}
+}
+
+// Image returns an image for [User] and [Conversation.Say]: the bytes of a PNG, JPEG, WebP or GIF file. The media type,
+// such as "image/png", may be empty.
 func Image(data []byte, mediaType string) *icehousev1.ImagePart {
 	return &icehousev1.ImagePart{Source: &icehousev1.ImagePart_Data{Data: data}, MediaType: mediaType}
 }
 
-// Tool returns a function that the model may ask to be called, for GenerateRequest.Tools. parameters is the
-// JSON schema of its arguments: whatever encodes to one, or nil for none.
+// Tool returns a function that the model may call, for the tools of a prompt or a [Conversation]. The parameters are
+// the JSON schema of its arguments, as any value that encodes to it; nil for none.
 func Tool(name, description string, parameters any) (*icehousev1.Tool, error) {
 	tool := &icehousev1.Tool{Name: name, Description: description}
 	if parameters == nil {
@@ -59,17 +78,22 @@ func Tool(name, description string, parameters any) (*icehousev1.Tool, error) {
 	}
 	schema, err := json.Marshal(parameters)
 	if err != nil {
-		return nil, fmt.Errorf("icehouse: the parameters of tool %q: %w", name, err)
+		return nil, fmt.Errorf("icehouse: parameters of tool %q: %w", name, err)
 	}
 	tool.ParametersJson = string(schema)
 	return tool, nil
 }
 
-// ToolResult returns the turn of a conversation that answers a call.
-func ToolResult(call *icehousev1.ToolCall, content string) *icehousev1.ChatMessage {
-	return &icehousev1.ChatMessage{
-		Role: "tool", Content: content, Name: &call.Name, ToolCallId: call.GetId(),
-	}
+// JSONSchema returns the format of a JSON value that matches a schema, in the schema's order of properties.
+// [Reply.Decode] reads the output.
+func JSONSchema(schema string) *icehousev1.ResponseFormat {
+	return &icehousev1.ResponseFormat{Format: &icehousev1.ResponseFormat_JsonSchema{JsonSchema: schema}}
+}
+
+// Choice returns the format of an output that is one of these texts.
+func Choice(texts ...string) *icehousev1.ResponseFormat {
+	choice := &icehousev1.ChoiceFormat{Texts: texts}
+	return &icehousev1.ResponseFormat{Format: &icehousev1.ResponseFormat_Choice{Choice: choice}}
 }
 
 // Inputs returns texts to embed, for EmbedRequest.Inputs.
@@ -79,15 +103,4 @@ func Inputs(texts ...string) []*icehousev1.EmbedInput {
 		inputs[i] = &icehousev1.EmbedInput{Input: &icehousev1.EmbedInput_Text{Text: text}}
 	}
 	return inputs
-}
-
-// JSONSchema returns the form of one JSON value that validates, for ResponseFormat.Format; [Reply.Decode]
-// reads it. The order of properties is that of the schema.
-func JSONSchema(schema string) *icehousev1.ResponseFormat_JsonSchema {
-	return &icehousev1.ResponseFormat_JsonSchema{JsonSchema: schema}
-}
-
-// Choice returns the form of one of these texts, for ResponseFormat.Format.
-func Choice(texts ...string) *icehousev1.ResponseFormat_Choice {
-	return &icehousev1.ResponseFormat_Choice{Choice: &icehousev1.ChoiceFormat{Texts: texts}}
 }

@@ -12,23 +12,16 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// Times between two questions whether a server takes requests; each is twice the one before.
+// Times between two polls. Each is twice the one before.
 const (
 	firstPollDelay = 100 * time.Millisecond
 	lastPollDelay  = time.Second
 )
 
-// ErrEngineFailed is what WaitReady returns of a server that will take no request any more.
-var ErrEngineFailed error = &Error{
-	Code:    codes.Internal,
-	Message: "the server's engine has failed; start it again",
-	Reason:  "ENGINE_FAILED",
-	status:  status.New(codes.Internal, "the server's engine has failed; start it again"),
-}
-
-// WaitReady returns once the server takes requests: it listens, be it yet to start, and its model is loaded. It
-// waits until the end of ctx; where that has no deadline, as long as the client's calls have (120 s, see
-// [WithTimeout]). Then it returns DeadlineExceeded with what came last in the message.
+// WaitReady returns once the server accepts requests: it has started and loaded its model. It waits until the deadline
+// of ctx, or until the client's own (see [WithTimeout]) if ctx has none. Then it returns an error with the code
+// DeadlineExceeded, whose message says what it was last waiting for. It returns at once if the server's engine has
+// failed.
 func (c *Client) WaitReady(ctx context.Context) (*icehousev1.Server, error) {
 	ctx, cancel := c.settings.bounded(ctx, c.settings.timeout)
 	defer cancel()
@@ -42,7 +35,7 @@ func (c *Client) WaitReady(ctx context.Context) (*icehousev1.Server, error) {
 			case icehousev1.ServerState_SERVER_STATE_READY:
 				return response.GetServer(), nil
 			case icehousev1.ServerState_SERVER_STATE_FAILED:
-				return nil, ErrEngineFailed
+				return nil, engineFailed()
 			}
 			last = "it is " + strings.TrimPrefix(state.String(), "SERVER_STATE_")
 		case codes.Unavailable:
@@ -58,6 +51,11 @@ func (c *Client) WaitReady(ctx context.Context) (*icehousev1.Server, error) {
 			return nil, err
 		}
 	}
+}
+
+func engineFailed() error {
+	failed := status.New(codes.Internal, "the server's engine has failed; restart the server")
+	return &Error{Code: failed.Code(), Message: failed.Message(), Reason: "ENGINE_FAILED", status: failed}
 }
 
 func late(last string) error {

@@ -36,7 +36,7 @@ func TestAServerThatIsYetToComeIsWaitedFor(t *testing.T) {
 		_, err := client.WaitReady(t.Context())
 		answered <- err
 	}()
-	// Nobody has taken its connection so far.
+	// Nobody has accepted its connection so far.
 	script := &scripted{states: []icehousev1.ServerState{ready}}
 	serveOn(t, listener, script, grpc_health_v1.HealthCheckResponse_SERVING)
 	if err := <-answered; err != nil {
@@ -69,7 +69,7 @@ func TestTheWaitEndsWithTheClientsTimeout(t *testing.T) {
 func TestWhatWaitingCannotHelpIsToldAtOnce(t *testing.T) {
 	script := &scripted{states: []icehousev1.ServerState{loading, failed}}
 	_, err := serve(t, script).WaitReady(t.Context())
-	if found := refusal(t, err); !errors.Is(err, ErrEngineFailed) || found.Reason != "ENGINE_FAILED" {
+	if found := refusal(t, err); found.ErrorReason() != icehousev1.ErrorReason_ERROR_REASON_ENGINE_FAILED {
 		t.Error(err)
 	}
 	script = &scripted{refusals: 9, refusal: status.Error(codes.Unauthenticated, "who are you?")}

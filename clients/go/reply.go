@@ -10,43 +10,52 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// Reply is a complete output and the server's first and last word on it. Where several completions were
-// asked for it is the first of them.
+// Reply is a complete output; of several completions, the first one.
 type Reply struct {
 	Text      string
 	Reasoning string
-	// ToolCalls are the calls that the model asks for, in order.
+	// ToolCalls are the calls that the model made, in order.
 	ToolCalls []*icehousev1.ToolCall
 	TokenIDs  []int32
-	// Started holds the request's id, model, seed and what was reused of the prompt.
+	// Started has the request's id, the model, the seed and what was reused of the prompt.
 	Started *icehousev1.Started
-	// Finished holds the reason of the end and the usage.
+	// Finished has the usage and why the output ended.
 	Finished *icehousev1.Finished
 }
 
-// ReplyOf returns the answer of Generate in the form that a stream's has.
+// ReplyOf returns the output of Generate in the same form as [Stream.Reply].
 func ReplyOf(response *icehousev1.GenerateResponse) *Reply {
-	reply := &Reply{
+	return &Reply{
 		Text:      response.GetText(),
 		Reasoning: response.GetReasoning(),
 		ToolCalls: response.GetToolCalls(),
 		TokenIDs:  response.GetTokenIds(),
 		Started: &icehousev1.Started{
-			PromptTokens:  response.GetUsage().GetPromptTokens(),
-			QueueDuration: response.GetUsage().GetQueueDuration(),
+			RequestId:          response.GetRequestId(),
+			Model:              response.GetModel(),
+			PromptTokens:       response.GetUsage().GetPromptTokens(),
+			Cache:              response.GetCache(),
+			QueueDuration:      response.GetUsage().GetQueueDuration(),
+			Seed:               response.GetSeed(),
+			ReceiveTime:        response.GetReceiveTime(),
+			SystemFingerprint:  response.GetSystemFingerprint(),
+			MaxOutputTokens:    response.GetMaxOutputTokens(),
+			UnenforcedKeywords: response.GetUnenforcedKeywords(),
 		},
-		Finished: &icehousev1.Finished{},
+		Finished: &icehousev1.Finished{
+			FinishReason: response.GetFinishReason(),
+			StopString:   response.GetStopString(),
+			StopTokenId:  response.StopTokenId,
+			Usage:        response.GetUsage(),
+		},
 	}
-	copyShared(response, reply.Started)
-	copyShared(response, reply.Finished)
-	return reply
 }
 
-// Message returns the assistant's turn, for the next request of the conversation. With its token ids the
-// server goes on from the blocks that it has cached.
+// Message returns the model's turn, for the next request of the conversation. It has the token ids, so that the server
+// can reuse its cached blocks.
 func (r *Reply) Message() *icehousev1.ChatMessage {
 	return &icehousev1.ChatMessage{
-		Role:      "assistant",
+		Role:      icehousev1.Role_ROLE_ASSISTANT,
 		Content:   r.Text,
 		Reasoning: r.Reasoning,
 		ToolCalls: r.ToolCalls,
@@ -54,7 +63,7 @@ func (r *Reply) Message() *icehousev1.ChatMessage {
 	}
 }
 
-// Decode reads an output in a JSON format into a Go value. An output that a limit cut is refused.
+// Decode parses a JSON output into a Go value. It returns an error if the output was cut off by a limit.
 func (r *Reply) Decode(into any) error {
 	if reason := r.Finished.GetFinishReason(); reason != icehousev1.FinishReason_FINISH_REASON_STOP_TOKEN {
 		return fmt.Errorf("icehouse: the output ended with %v before it was complete", reason)
@@ -62,7 +71,7 @@ func (r *Reply) Decode(into any) error {
 	return json.Unmarshal([]byte(r.Text), into)
 }
 
-// replySum adds the events of a stream up.
+// replySum adds up the events of a stream.
 type replySum struct {
 	text      strings.Builder
 	reasoning strings.Builder
@@ -72,7 +81,7 @@ type replySum struct {
 	finished  *icehousev1.Finished
 }
 
-// add takes the next event; those of other completions than the first count for nothing.
+// add adds the next event. It ignores the deltas of all completions but the first.
 func (s *replySum) add(response *icehousev1.StreamResponse) {
 	switch event := response.GetEvent().(type) {
 	case *icehousev1.StreamResponse_Started:
@@ -108,7 +117,7 @@ func (s *replySum) addCall(piece *icehousev1.ToolCallDelta) {
 	}
 }
 
-// reply returns the whole; nil before the end.
+// reply returns the whole output, or nil before its end.
 func (s *replySum) reply() *Reply {
 	if s.finished == nil {
 		return nil

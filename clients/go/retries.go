@@ -12,11 +12,11 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// delaySpread is the share by which a delay is made longer at most, so that those who were refused together
-// come one by one.
+// delaySpread is how much longer a delay gets at most, as a fraction of it, so that callers who were refused together do
+// not return together.
 const delaySpread = 0.25
 
-// retryLimitOf returns how often a call is sent again that is refused for now.
+// retryLimitOf returns how often a call that is refused for now is repeated.
 func (s *settings) retryLimitOf(method string) int {
 	switch method {
 	case icehousev1.InferenceService_Generate_FullMethodName,
@@ -27,9 +27,8 @@ func (s *settings) retryLimitOf(method string) int {
 	return 0
 }
 
-// sentAgain calls attempt until it is not refused for now, at most limit times more than once, and never past
-// the context's deadline.
-func sentAgain(ctx context.Context, limit int, attempt func() error) error {
+// retry calls attempt, and again up to limit times while it is refused for now, but never past the context's deadline.
+func retry(ctx context.Context, limit int, attempt func() error) error {
 	for ; ; limit-- {
 		err := attempt()
 		delay, is := delayAfter(err)
@@ -45,7 +44,7 @@ func sentAgain(ctx context.Context, limit int, attempt func() error) error {
 	}
 }
 
-// sleep returns after a time, or with an error as calls have it when the context ends before.
+// sleep returns after the delay, or with an *Error if the context ends before.
 func sleep(ctx context.Context, delay time.Duration) error {
 	timer := time.NewTimer(delay)
 	defer timer.Stop()
@@ -57,7 +56,7 @@ func sleep(ctx context.Context, delay time.Duration) error {
 	}
 }
 
-// delayAfter returns how long to wait before a refused call is sent again; false where that makes no sense.
+// delayAfter returns how long to wait before repeating a refused call; false if it should not be repeated.
 func delayAfter(err error) (time.Duration, bool) {
 	var refused *Error
 	if !errors.As(err, &refused) || refused.Code != codes.ResourceExhausted {

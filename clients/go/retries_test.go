@@ -15,7 +15,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// notNow returns a refusal that says when to come back.
+// notNow returns a refusal that says when to try again.
 func notNow(t *testing.T, code codes.Code, delay time.Duration) error {
 	t.Helper()
 	refusal, err := status.New(code, "not now").WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(delay)})
@@ -68,10 +68,10 @@ func TestNothingElseIsSentAgain(t *testing.T) {
 	}
 }
 
-func TestAnOrderIsNotSentAgain(t *testing.T) {
+func TestACommandIsNotSentAgain(t *testing.T) {
 	script := &scripted{refusals: 1, refusal: notNow(t, codes.ResourceExhausted, 0)}
 	client := serve(t, script, WithRetryLimit(2))
-	request := &icehousev1.GenerateRequest{Prompt: Text("Hi")}
+	request := &icehousev1.WarmRequest{Prompt: Text("Hi")}
 	if _, err := client.Warm(t.Context(), request); status.Code(err) != codes.ResourceExhausted {
 		t.Error(err)
 	}
@@ -79,7 +79,7 @@ func TestAnOrderIsNotSentAgain(t *testing.T) {
 
 func TestACancelledContextEndsTheWaiting(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
-	err := sentAgain(ctx, 2, func() error {
+	err := retry(ctx, 2, func() error {
 		cancel()
 		return errorFrom(notNow(t, codes.ResourceExhausted, time.Hour))
 	})

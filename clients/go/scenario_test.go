@@ -88,13 +88,13 @@ type scenario struct {
 		UntrustedCode            string `json:"untrusted_code"`
 	}
 
-	// name and servers are not the file's.
+	// name and servers are not in the file.
 	name    string
 	servers servers
 }
 
-// readScenarios returns all of them by name. A fact that is not in the structs is refused, so that none
-// goes untested.
+// readScenarios returns all scenarios by name. It refuses fields that are not in the structs, so that none goes
+// untested.
 func readScenarios(t *testing.T) map[string]scenario {
 	t.Helper()
 	text, err := os.ReadFile("../scenarios.json")
@@ -109,8 +109,7 @@ func readScenarios(t *testing.T) map[string]scenario {
 	return found
 }
 
-// run runs a scenario as a test of its name, and appends what it came to to the file that
-// ICEHOUSE_TEST_RESULTS names.
+// run runs a scenario as a test of its name, and appends the result to the file that ICEHOUSE_TEST_RESULTS names.
 func (s scenario) run(t *testing.T, test func(*testing.T, scenario)) {
 	t.Run(s.name, func(t *testing.T) {
 		if path := os.Getenv("ICEHOUSE_TEST_RESULTS"); path != "" {
@@ -138,7 +137,7 @@ func (s scenario) record(t *testing.T, path string) {
 	}
 }
 
-// client returns one of the scenario's server.
+// client returns a client of the scenario's server.
 func (s scenario) client(t *testing.T, options ...Option) *Client {
 	t.Helper()
 	address, named := map[string]string{
@@ -162,7 +161,7 @@ func (s scenario) client(t *testing.T, options ...Option) *Client {
 	return dial(t, address, options...)
 }
 
-// trusting returns the option that knows the secured server's authority.
+// trusting returns the option to trust the secured server's certificate authority.
 func (s scenario) trusting(t *testing.T) Option {
 	t.Helper()
 	authority, err := os.ReadFile(s.servers.CAPath)
@@ -174,30 +173,33 @@ func (s scenario) trusting(t *testing.T) Option {
 	return WithTLS(&tls.Config{RootCAs: pool})
 }
 
-// ownName returns a name that no other test has: for a request, or for a tenant of the cache.
+// ownName returns a name that no other test uses, for a request or a tenant.
 func (s scenario) ownName() string {
 	return fmt.Sprintf("go-%s-%d", s.name, os.Getpid())
 }
 
+func (s scenario) prompt() *icehousev1.Prompt {
+	if s.Input.Text != "" {
+		return Text(s.Input.Text)
+	}
+	return Text(strings.Repeat(s.Input.TextUnit, s.Input.Repeat))
+}
+
 // request returns a request for the scenario's prompt.
 func (s scenario) request() *icehousev1.GenerateRequest {
-	text := s.Input.Text
-	if text == "" {
-		text = strings.Repeat(s.Input.TextUnit, s.Input.Repeat)
-	}
 	return &icehousev1.GenerateRequest{
-		RequestId: s.ownName(), Prompt: Text(text), MaxOutputTokens: s.Input.MaxOutputTokens,
+		RequestId: s.ownName(), Prompt: s.prompt(), MaxOutputTokens: s.Input.MaxOutputTokens,
 	}
 }
 
-// tenantRequest returns the same with a tenant whose cache, or quota, no other test has used.
+// tenantRequest returns the same request for a tenant that no other test uses.
 func (s scenario) tenantRequest() *icehousev1.GenerateRequest {
 	request := s.request()
-	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	request.Cache = s.tenantCache()
 	return request
 }
 
-// checkRefused tells whether a call was refused as the scenario says.
+// checkRefused checks that a call was refused as the scenario says.
 func (s scenario) checkRefused(t *testing.T, err error) *Error {
 	t.Helper()
 	refused := refusal(t, err)
@@ -207,7 +209,7 @@ func (s scenario) checkRefused(t *testing.T, err error) *Error {
 	return refused
 }
 
-// read reads a stream to its end, and checks that its pieces are its reply's text.
+// read reads a stream to its end and checks that its pieces, joined, are the text of its reply.
 func read(t *testing.T, stream *Stream) (*Reply, []string) {
 	t.Helper()
 	var pieces []string

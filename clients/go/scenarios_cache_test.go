@@ -34,18 +34,27 @@ func testCacheReport(t *testing.T, s scenario) {
 	}
 }
 
-// warm warms the scenario's prompt for a tenant that no other test has.
+// tenantCache returns the cache policy of a tenant that no other test uses.
+func (s scenario) tenantCache() *icehousev1.CachePolicy {
+	return &icehousev1.CachePolicy{Tenant: s.ownName()}
+}
+
+func (s scenario) warmRequest() *icehousev1.WarmRequest {
+	return &icehousev1.WarmRequest{RequestId: s.ownName(), Prompt: s.prompt(), Cache: s.tenantCache()}
+}
+
+// warm warms the scenario's prompt for that tenant.
 func (s scenario) warm(t *testing.T, client *Client) {
 	t.Helper()
-	if _, err := client.Warm(t.Context(), s.tenantRequest()); err != nil {
+	if _, err := client.Warm(t.Context(), s.warmRequest()); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// explain returns what is cached of that.
+// explain returns what that tenant's cache has of the prompt.
 func (s scenario) explain(t *testing.T, client *Client) *icehousev1.ExplainResponse {
 	t.Helper()
-	explained, err := client.Explain(t.Context(), s.tenantRequest())
+	explained, err := client.Explain(t.Context(), &icehousev1.ExplainRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,16 +63,15 @@ func (s scenario) explain(t *testing.T, client *Client) *icehousev1.ExplainRespo
 
 func testWarm(t *testing.T, s scenario) {
 	var processed []int32
-	answer, err := s.client(t).WarmWithProgress(t.Context(), s.tenantRequest(),
-		func(progress *icehousev1.PrefillProgress) {
-			processed = append(processed, progress.GetProcessedTokens())
-		})
+	result, err := s.client(t).Warm(t.Context(), s.warmRequest(), func(progress *icehousev1.WarmProgress) {
+		processed = append(processed, progress.GetProcessedTokens())
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	usage := answer.GetUsage()
-	if usage.GetOutputTokens() != s.Expect.OutputTokens || answer.GetRequestId() != s.ownName() {
-		t.Error(answer)
+	usage := result.GetUsage()
+	if usage.GetOutputTokens() != s.Expect.OutputTokens || result.GetRequestId() != s.ownName() {
+		t.Error(result)
 	}
 	if len(processed) == 0 || !slices.IsSorted(processed) {
 		t.Fatal(processed)
@@ -100,7 +108,7 @@ func tokensOf(blocks []*icehousev1.BlockMatch) (sum int32) {
 func testPin(t *testing.T, s scenario) {
 	client := s.client(t)
 	s.warm(t, client)
-	pinned, err := client.Pin(t.Context(), s.tenantRequest())
+	pinned, err := client.Pin(t.Context(), &icehousev1.PinRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -116,11 +124,11 @@ func testPin(t *testing.T, s scenario) {
 func testUnpin(t *testing.T, s scenario) {
 	client := s.client(t)
 	s.warm(t, client)
-	pinned, err := client.Pin(t.Context(), s.tenantRequest())
+	pinned, err := client.Pin(t.Context(), &icehousev1.PinRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
 	if err != nil {
 		t.Fatal(err)
 	}
-	unpinned, err := client.Unpin(t.Context(), s.tenantRequest())
+	unpinned, err := client.Unpin(t.Context(), &icehousev1.UnpinRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
 	if err != nil || unpinned.GetBlockCount() == 0 || unpinned.GetBlockCount() != pinned.GetBlockCount() {
 		t.Error(unpinned, pinned, err)
 	}
@@ -132,7 +140,7 @@ func testUnpin(t *testing.T, s scenario) {
 func testEvict(t *testing.T, s scenario) {
 	client := s.client(t)
 	s.warm(t, client)
-	evicted, err := client.Evict(t.Context(), s.tenantRequest())
+	evicted, err := client.Evict(t.Context(), &icehousev1.EvictRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
 	if err != nil || evicted.GetRamBlockCount() == 0 {
 		t.Error(evicted, err)
 	}
@@ -143,13 +151,15 @@ func testEvict(t *testing.T, s scenario) {
 
 func testVerify(t *testing.T, s scenario) {
 	var counts []int64
-	answer, err := s.client(t).VerifyWithProgress(t.Context(), 0,
-		func(progress *icehousev1.VerifyProgress) { counts = append(counts, progress.GetVerifiedBlockCount()) })
-	if err != nil || answer.GetDamagedBlockCount() != s.Expect.DamagedBlockCount {
-		t.Fatal(answer, err)
+	result, err := s.client(t).Verify(
+		t.Context(), &icehousev1.VerifyRequest{},
+		func(progress *icehousev1.VerifyProgress) { counts = append(counts, progress.GetVerifiedBlockCount()) },
+	)
+	if err != nil || result.GetDamagedBlockCount() != s.Expect.DamagedBlockCount {
+		t.Fatal(result, err)
 	}
-	if !slices.IsSorted(counts) || len(counts) == 0 || counts[len(counts)-1] != answer.GetVerifiedBlockCount() {
-		t.Error(counts, answer)
+	if !slices.IsSorted(counts) || len(counts) == 0 || counts[len(counts)-1] != result.GetVerifiedBlockCount() {
+		t.Error(counts, result)
 	}
 }
 

@@ -8,13 +8,13 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// shown returns a request about a picture, for a tenant that no other test has.
+// shown returns a request about an image, for a tenant that no other test uses.
 func (s scenario) shown(image []byte) *icehousev1.GenerateRequest {
 	talk := NewConversation("")
 	talk.Say(s.Input.Question, Image(image, s.Input.MediaType))
 	request := talk.Request()
 	request.MaxOutputTokens = s.Input.MaxOutputTokens
-	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	request.Cache = s.tenantCache()
 	return request
 }
 

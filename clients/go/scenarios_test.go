@@ -120,7 +120,7 @@ func testCancel(t *testing.T, s scenario) {
 	}
 }
 
-// runs tells whether the server has a request of the scenario's own name.
+// runs reports whether the server has a request with the scenario's own name.
 func (s scenario) runs(t *testing.T, client *Client) bool {
 	t.Helper()
 	for request, err := range client.ListRequests(t.Context()) {
@@ -286,7 +286,7 @@ func testToolsLoop(t *testing.T, s scenario) {
 	talk.Tools = []*icehousev1.Tool{tool}
 	talk.Say(s.Input.Question)
 	request := talk.Request()
-	request.Cache = &icehousev1.CachePolicy{Tenant: s.ownName()}
+	request.Cache = s.tenantCache()
 	response, err := client.Generate(t.Context(), request)
 	if err != nil {
 		t.Fatal(err)
@@ -389,17 +389,16 @@ func testInfill(t *testing.T, s scenario) {
 	if ids := response.GetTokenIds(); response.GetStopTokenId() != ids[len(ids)-1] {
 		t.Error(response.GetStopTokenId(), ids)
 	}
-	tokens, err := client.Inference.Tokenize(t.Context(), &icehousev1.TokenizeRequest{
-		Prompt: &icehousev1.TokenizeRequest_Infill{Infill: prompt.Infill},
-	})
-	if err != nil || tokens.GetTokenCount() != response.GetUsage().GetPromptTokens() {
+	tokens, err := client.Tokenize(t.Context(), prompt)
+	if err != nil || len(tokens) != int(response.GetUsage().GetPromptTokens()) {
 		t.Error(tokens, err)
 	}
 }
 
 func testStructuredOutput(t *testing.T, s scenario) {
 	request := s.request()
-	request.ResponseFormat = &icehousev1.ResponseFormat{Format: JSONSchema(string(s.Input.Schema)), Compact: true}
+	request.ResponseFormat = JSONSchema(string(s.Input.Schema))
+	request.ResponseFormat.Compact = true
 	response, err := s.client(t).Generate(t.Context(), request)
 	if err != nil {
 		t.Fatal(err)
@@ -423,7 +422,7 @@ func testStructuredOutput(t *testing.T, s scenario) {
 
 func testUnicode(t *testing.T, s scenario) {
 	client, request := s.client(t), s.request()
-	request.ResponseFormat = &icehousev1.ResponseFormat{Format: Choice(s.Input.Choice)}
+	request.ResponseFormat = Choice(s.Input.Choice)
 	response, err := client.Generate(t.Context(), request)
 	if err != nil || response.GetText() != s.Expect.Text {
 		t.Errorf("%q: %v", response.GetText(), err)
@@ -432,7 +431,7 @@ func testUnicode(t *testing.T, s scenario) {
 	if reply.Text != s.Expect.Text || len(pieces) < 2 || strings.Contains(reply.Text, "\uFFFD") {
 		t.Errorf("%q", pieces)
 	}
-	tokens, err := client.Tokenize(t.Context(), s.Input.Text)
+	tokens, err := client.Tokenize(t.Context(), Text(s.Input.Text))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -21,7 +22,7 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// scripted is a server that refuses as often as it is told; a real one cannot be made to do that.
+// scripted is a server that refuses as often as its script says, which a real one cannot be made to do.
 type scripted struct {
 	icehousev1.UnimplementedInferenceServiceServer
 	icehousev1.UnimplementedCacheServiceServer
@@ -38,7 +39,8 @@ type scripted struct {
 	headers     metadata.MD
 	text        string
 	request     *icehousev1.GenerateRequest
-	// states are what GetServer tells, one a call; the last one is told again and again.
+	events      []*icehousev1.WarmResponse
+	// states are the answers of GetServer, one per call; the last one is repeated.
 	states []icehousev1.ServerState
 	asked  int
 }
@@ -76,12 +78,45 @@ func (s *scripted) Stream(
 	return s.take(stream.Context(), &s.streams)
 }
 
-func (s *scripted) Warm(ctx context.Context, _ *icehousev1.WarmRequest) (*icehousev1.WarmResponse, error) {
-	return &icehousev1.WarmResponse{}, s.take(ctx, new(int))
+// Warm sends the events of the script.
+func (s *scripted) Warm(
+	_ *icehousev1.WarmRequest, stream grpc.ServerStreamingServer[icehousev1.WarmResponse],
+) error {
+	if err := s.take(stream.Context(), new(int)); err != nil {
+		return err
+	}
+	for _, event := range s.events {
+		if err := stream.Send(event); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-func (s *scripted) Evict(ctx context.Context, _ *icehousev1.EvictRequest) (*icehousev1.EvictResponse, error) {
-	return &icehousev1.EvictResponse{}, s.take(ctx, new(int))
+func (s *scripted) Evict(
+	_ *icehousev1.EvictRequest, stream grpc.ServerStreamingServer[icehousev1.EvictResponse],
+) error {
+	if err := s.take(stream.Context(), new(int)); err != nil {
+		return err
+	}
+	result := &icehousev1.EvictResult{RamBlockCount: 1}
+	return stream.Send(&icehousev1.EvictResponse{Event: &icehousev1.EvictResponse_Done{Done: result}})
+}
+
+func (s *scripted) EvictAll(
+	_ *icehousev1.EvictAllRequest, stream grpc.ServerStreamingServer[icehousev1.EvictAllResponse],
+) error {
+	if err := s.take(stream.Context(), new(int)); err != nil {
+		return err
+	}
+	result := &icehousev1.EvictResult{RamBlockCount: 3}
+	return stream.Send(&icehousev1.EvictAllResponse{Event: &icehousev1.EvictAllResponse_Done{Done: result}})
+}
+
+func (s *scripted) WatchStats(
+	_ *icehousev1.WatchStatsRequest, stream grpc.ServerStreamingServer[icehousev1.WatchStatsResponse],
+) error {
+	return s.take(stream.Context(), new(int))
 }
 
 func (s *scripted) Rerank(ctx context.Context, _ *icehousev1.RerankRequest) (*icehousev1.RerankResponse, error) {
@@ -101,19 +136,8 @@ func (s *scripted) GetServer(
 	return &icehousev1.GetServerResponse{Server: &icehousev1.Server{Version: "1.2.3", State: state}}, nil
 }
 
-// CancelRequest answers with what it was asked for; a tenant that is not named is "nobody".
-func (s *scripted) CancelRequest(
-	_ context.Context, request *icehousev1.CancelRequestRequest,
-) (*icehousev1.CancelRequestResponse, error) {
-	found := &icehousev1.RequestInfo{RequestId: request.GetRequestId(), Tenant: "nobody"}
-	if request.Tenant != nil {
-		found.Tenant = request.GetTenant()
-	}
-	return &icehousev1.CancelRequestResponse{Request: found}, nil
-}
-
-// standing is a server's health, always the same. (Importing gRPC's own would link in what the client has
-// to link in itself.)
+// standing is a health service that always answers the same. (gRPC's own would link in the health checks, which the
+// client must link in itself.)
 type standing struct {
 	grpc_health_v1.UnimplementedHealthServer
 
@@ -130,7 +154,7 @@ func (s standing) Watch(
 	return stream.Context().Err()
 }
 
-// serve returns a client of a server with this script.
+// serve starts a server with this script and returns a client of it.
 func serve(t *testing.T, script *scripted, options ...Option) *Client {
 	t.Helper()
 	return serveAs(t, script, grpc_health_v1.HealthCheckResponse_SERVING, options...)
@@ -263,25 +287,73 @@ func TestEveryCallHasADeadlineUnlessToldOtherwise(t *testing.T) {
 	}
 }
 
-func TestOrdersThatMayBeLongHaveADeadlineOfTheirOwn(t *testing.T) {
+func TestCommandsHaveALongerDeadline(t *testing.T) {
 	for _, test := range []struct {
 		options []Option
 		want    time.Duration
 	}{
-		{nil, DefaultOrderTimeout},
-		{[]Option{WithTimeout(30 * time.Minute)}, DefaultOrderTimeout},
-		{[]Option{WithOrderTimeout(2 * time.Hour)}, 2 * time.Hour},
+		{nil, CommandTimeout},
+		{[]Option{WithTimeout(30 * time.Minute)}, CommandTimeout},
 		{[]Option{WithTimeout(0)}, 0},
 	} {
-		script := &scripted{}
+		script := &scripted{events: []*icehousev1.WarmResponse{warmed("r")}}
 		client := serve(t, script, test.options...)
-		request := &icehousev1.WarmRequest{Prompt: &icehousev1.WarmRequest_Text{Text: "Once"}}
-		if _, err := client.Cache.Warm(t.Context(), request); err != nil {
-			t.Fatal(err)
+		check := func(err error) {
+			t.Helper()
+			if err != nil || script.deadline != (test.want != 0) || (script.deadline && script.remaining != test.want) {
+				t.Errorf("%v %v, not %v: %v", script.deadline, script.remaining, test.want, err)
+			}
 		}
-		if script.deadline != (test.want != 0) || (script.deadline && script.remaining != test.want) {
-			t.Errorf("%v %v, not %v", script.deadline, script.remaining, test.want)
+		_, err := client.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: Text("Once")})
+		check(err)
+		_, err = client.EvictAll(t.Context(), &icehousev1.EvictAllRequest{})
+		check(err)
+	}
+}
+
+func TestAWatchHasNoDeadline(t *testing.T) {
+	script := &scripted{}
+	for _, err := range serve(t, script).WatchStats(t.Context(), 0) {
+		t.Error(err)
+	}
+	if script.headers == nil || script.deadline {
+		t.Error(script.headers, script.remaining)
+	}
+}
+
+func warmed(requestID string) *icehousev1.WarmResponse {
+	result := &icehousev1.WarmResult{RequestId: requestID}
+	return &icehousev1.WarmResponse{Event: &icehousev1.WarmResponse_Done{Done: result}}
+}
+
+func warming(tokens int32) *icehousev1.WarmResponse {
+	progress := &icehousev1.WarmProgress{ProcessedTokens: tokens}
+	return &icehousev1.WarmResponse{Event: &icehousev1.WarmResponse_Progress{Progress: progress}}
+}
+
+func TestACommandTellsItsProgressAndReturnsItsResult(t *testing.T) {
+	// The second event is of a kind that this client does not know.
+	script := &scripted{events: []*icehousev1.WarmResponse{warming(1), {}, warming(2), warmed("r")}}
+	client := serve(t, script)
+	var steps []int32
+	result, err := client.Warm(t.Context(), &icehousev1.WarmRequest{}, func(progress *icehousev1.WarmProgress) {
+		steps = append(steps, progress.GetProcessedTokens())
+	})
+	if err != nil || result.GetRequestId() != "r" || !slices.Equal(steps, []int32{1, 2}) {
+		t.Error(result, steps, err)
+	}
+	for _, progress := range [][]func(*icehousev1.WarmProgress){nil, {nil}} {
+		result, err := client.Warm(t.Context(), &icehousev1.WarmRequest{}, progress...)
+		if err != nil || result.GetRequestId() != "r" {
+			t.Error(result, err)
 		}
+	}
+}
+
+func TestACommandWithoutAResultHasFailed(t *testing.T) {
+	client := serve(t, &scripted{events: []*icehousev1.WarmResponse{warming(1)}})
+	if result, err := client.Warm(t.Context(), &icehousev1.WarmRequest{}); refusal(t, err).Code != codes.Internal {
+		t.Error(result, err)
 	}
 }
 
@@ -308,7 +380,7 @@ func TestTheHeadersGoWithBothCalls(t *testing.T) {
 }
 
 func TestThePrefixKeyGoesWithEveryCallWhoseCacheItConcerns(t *testing.T) {
-	script := &scripted{}
+	script := &scripted{events: []*icehousev1.WarmResponse{warmed("r")}}
 	client := serve(t, script)
 	check := func(err error, want string) {
 		t.Helper()
@@ -317,28 +389,15 @@ func TestThePrefixKeyGoesWithEveryCallWhoseCacheItConcerns(t *testing.T) {
 		}
 	}
 	wanted := PrefixKey(&icehousev1.GenerateRequest{Prompt: Text("Once")})
-	_, err := client.Cache.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: &icehousev1.WarmRequest_Text{Text: "Once"}})
+	_, err := client.Warm(t.Context(), &icehousev1.WarmRequest{Prompt: Text("Once")})
 	check(err, wanted)
-	_, err = client.Cache.Evict(t.Context(), &icehousev1.EvictRequest{Target: &icehousev1.EvictRequest_Text{Text: "Once"}})
+	_, err = client.Evict(t.Context(), &icehousev1.EvictRequest{Prompt: Text("Once")})
 	check(err, wanted)
-	_, err = client.Cache.Evict(t.Context(), &icehousev1.EvictRequest{Target: &icehousev1.EvictRequest_All{All: true}})
+	_, err = client.EvictAll(t.Context(), &icehousev1.EvictAllRequest{})
 	check(err, "")
 	ranked := &icehousev1.RerankRequest{Query: "Which?", Documents: []string{"a"}}
 	_, err = client.Reranking.Rerank(t.Context(), ranked)
 	check(err, PrefixKey(ranked))
-}
-
-func TestARequestIsCancelledOfTheTenantThatIsNamed(t *testing.T) {
-	client := serve(t, &scripted{})
-	for _, tenant := range []string{"search", ""} {
-		found, err := client.CancelRequestOf(t.Context(), tenant, "r1")
-		if err != nil || found.GetRequestId() != "r1" || found.GetTenant() != tenant {
-			t.Error(found, err)
-		}
-	}
-	if found, err := client.CancelRequest(t.Context(), "r1"); err != nil || found.GetTenant() != "nobody" {
-		t.Error(found, err)
-	}
 }
 
 func TestAStreamCutShortHasNoReply(t *testing.T) {

@@ -2,12 +2,17 @@ package icehouse
 
 import (
 	"context"
+	"errors"
+	"io"
 	"iter"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// pageSize is how many requests ListRequests is asked for at once.
+// pageSize is how many requests ListRequests fetches at once.
 const pageSize = 1000
 
 // GetServer returns the server's version, state, features and limits.
@@ -16,8 +21,41 @@ func (c *Client) GetServer(ctx context.Context) (*icehousev1.Server, error) {
 	return response.GetServer(), err
 }
 
-// ListRequests yields the requests that wait or run, the oldest first: the caller's tenant's, all of them
-// for operators. An error is the last thing that comes.
+// GetStats returns the counters of the engine, the prefix cache and the tenants. Where callers authenticate, only
+// operators get all of them; tenants get their own.
+func (c *Client) GetStats(ctx context.Context) (*icehousev1.ServerStats, error) {
+	response, err := c.Server.GetStats(ctx, &icehousev1.GetStatsRequest{})
+	return response.GetStats(), err
+}
+
+// WatchStats yields the counters of GetStats at once and then at an interval; 0 is the server's default, 1 s. It
+// yields an error last, if there is one. Leave the loop to end the call.
+func (c *Client) WatchStats(
+	ctx context.Context, interval time.Duration,
+) iter.Seq2[*icehousev1.ServerStats, error] {
+	return func(yield func(*icehousev1.ServerStats, error) bool) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		request := &icehousev1.WatchStatsRequest{}
+		if interval != 0 {
+			request.Interval = durationpb.New(interval)
+		}
+		call, err := c.Server.WatchStats(ctx, request)
+		for err == nil {
+			var response *icehousev1.WatchStatsResponse
+			response, err = call.Recv()
+			if err == nil && !yield(response.GetStats(), nil) {
+				return
+			}
+		}
+		if !errors.Is(err, io.EOF) {
+			yield(nil, err)
+		}
+	}
+}
+
+// ListRequests yields the requests that wait or run, the oldest first: those of the caller's tenant, or all of them
+// for operators. It yields an error last, if there is one.
 func (c *Client) ListRequests(ctx context.Context) iter.Seq2[*icehousev1.RequestInfo, error] {
 	return func(yield func(*icehousev1.RequestInfo, error) bool) {
 		page := &icehousev1.ListRequestsRequest{PageSize: pageSize}
@@ -39,44 +77,9 @@ func (c *Client) ListRequests(ctx context.Context) iter.Seq2[*icehousev1.Request
 	}
 }
 
-// CancelRequest ends a request by its id, another caller's too for operators, and returns what it was.
+// CancelRequest cancels a request and returns it as it was. Operators can cancel any tenant's requests; where several
+// tenants use one id, they name the tenant in a call of Client.Server.CancelRequest.
 func (c *Client) CancelRequest(ctx context.Context, requestID string) (*icehousev1.RequestInfo, error) {
 	response, err := c.Server.CancelRequest(ctx, &icehousev1.CancelRequestRequest{RequestId: requestID})
 	return response.GetRequest(), err
-}
-
-// CancelRequestOf ends a request of a tenant, for operators: several tenants may have requests of one id, and
-// one of them must then be named.
-func (c *Client) CancelRequestOf(ctx context.Context, tenant, requestID string) (*icehousev1.RequestInfo, error) {
-	request := &icehousev1.CancelRequestRequest{RequestId: requestID, Tenant: &tenant}
-	response, err := c.Server.CancelRequest(ctx, request)
-	return response.GetRequest(), err
-}
-
-// Tokenize returns the tokens of a text.
-func (c *Client) Tokenize(ctx context.Context, text string) ([]*icehousev1.Token, error) {
-	request := &icehousev1.TokenizeRequest{Prompt: &icehousev1.TokenizeRequest_Text{Text: text}}
-	response, err := c.Inference.Tokenize(ctx, request)
-	return response.GetTokens(), err
-}
-
-// Detokenize returns the text of tokens.
-func (c *Client) Detokenize(ctx context.Context, ids ...int32) (string, error) {
-	response, err := c.Inference.Detokenize(ctx, &icehousev1.DetokenizeRequest{TokenIds: ids})
-	return response.GetText(), err
-}
-
-// Embed returns a vector for each input of the request, in their order, and what they cost. Retried while
-// no server takes it.
-func (c *Client) Embed(
-	ctx context.Context, request *icehousev1.EmbedRequest,
-) (*icehousev1.EmbedResponse, error) {
-	return c.Embeddings.Embed(ctx, request)
-}
-
-// Rerank returns the request's documents, best first, and what they cost. Retried while no server takes it.
-func (c *Client) Rerank(
-	ctx context.Context, request *icehousev1.RerankRequest,
-) (*icehousev1.RerankResponse, error) {
-	return c.Reranking.Rerank(ctx, request)
 }

@@ -11,10 +11,10 @@ import (
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
-// ErrNotEnded is what Reply returns before the end of the output.
+// ErrNotEnded is the error of [Stream.Reply] before the end of the output.
 var ErrNotEnded = errors.New("icehouse: the stream has not ended; iterate over it first")
 
-// Stream is a running output. Iterate once, over Texts or Events, from one goroutine.
+// Stream is a running output. Iterate over Texts or Events, once and from one goroutine.
 type Stream struct {
 	call   grpc.ServerStreamingClient[icehousev1.StreamResponse]
 	err    error
@@ -22,8 +22,8 @@ type Stream struct {
 	sum    replySum
 }
 
-// Texts yields the output's pieces of text, of several completions the first one's. An error is the last
-// thing that comes, with an empty piece. Leaving the loop early ends the output on the server.
+// Texts yields the text of the output in pieces; of several completions, that of the first one. It yields an error last,
+// if there is one. Leave the loop early to end the output on the server too.
 func (s *Stream) Texts() iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		for event, err := range s.Events() {
@@ -38,8 +38,7 @@ func (s *Stream) Texts() iter.Seq2[string, error] {
 	}
 }
 
-// Events yields every event as the API has it, reasoning, tool calls and progress among them. Errors and
-// early leaving as with Texts.
+// Events yields all events of the API, including reasoning, tool calls and progress. Otherwise it is like Texts.
 func (s *Stream) Events() iter.Seq2[*icehousev1.StreamResponse, error] {
 	return func(yield func(*icehousev1.StreamResponse, error) bool) {
 		defer s.Close()
@@ -55,13 +54,13 @@ func (s *Stream) Events() iter.Seq2[*icehousev1.StreamResponse, error] {
 	}
 }
 
-// Started returns what the server said when it began: the request's id and what is reused of the prompt.
-// nil before the first event.
+// Started returns the first event of the output, with the request's id and what is reused of the prompt. It is nil
+// before that.
 func (s *Stream) Started() *icehousev1.Started {
 	return s.sum.started
 }
 
-// Reply returns the whole output; ErrNotEnded before its end, and the error it ended with.
+// Reply returns the whole output, or the error that ended it. Before the end it returns [ErrNotEnded].
 func (s *Stream) Reply() (*Reply, error) {
 	if s.err != nil && !errors.Is(s.err, io.EOF) {
 		return nil, s.err
@@ -72,7 +71,7 @@ func (s *Stream) Reply() (*Reply, error) {
 	return nil, ErrNotEnded
 }
 
-// Close ends the output on the server too. Harmless after the end.
+// Close ends the output, on the server too. It does nothing after the end.
 func (s *Stream) Close() {
 	s.cancel()
 }

@@ -12,8 +12,8 @@ import (
 
 const authorizationHeader = "authorization"
 
-// bearerToken is the token of a connection: kept until the server refuses it, and then asked for anew where it
-// has a source. nil is none.
+// bearerToken is the token of a connection. It is kept until the server refuses it, then fetched again from its source,
+// if it has one.
 type bearerToken struct {
 	source func(context.Context) (string, error)
 
@@ -28,15 +28,15 @@ func (b *bearerToken) current(ctx context.Context) (string, error) {
 	if b.known == "" && b.source != nil {
 		token, err := b.source(ctx)
 		if err != nil {
-			return "", fmt.Errorf("icehouse: the token source: %w", err)
+			return "", fmt.Errorf("icehouse: token source: %w", err)
 		}
 		b.known = token
 	}
 	return b.known, nil
 }
 
-// isRenewed tells whether there may be another token than the one that a call was refused for, and forgets that.
-func (b *bearerToken) isRenewed(err error, refused string) bool {
+// renew reports whether a call that failed with err may be repeated with another token, and drops the refused one.
+func (b *bearerToken) renew(err error, refused string) bool {
 	var known *Error
 	if refused == "" || b.source == nil || !errors.As(err, &known) || known.Code != codes.Unauthenticated {
 		return false
@@ -49,8 +49,7 @@ func (b *bearerToken) isRenewed(err error, refused string) bool {
 	return true
 }
 
-// authorized returns a context that carries the token, and the token. Where the caller's own metadata says who
-// calls it is left alone.
+// authorized returns a context that carries the token, and the token. A caller's own authorization header comes first.
 func (s *settings) authorized(ctx context.Context) (context.Context, string, error) {
 	if s.token == nil {
 		return ctx, "", nil
@@ -65,16 +64,16 @@ func (s *settings) authorized(ctx context.Context) (context.Context, string, err
 	return metadata.AppendToOutgoingContext(ctx, authorizationHeader, "Bearer "+token), token, nil
 }
 
-// withToken calls attempt with a context that carries the token, and once more with another one where the
-// server refuses the first and the token has a source.
+// withToken calls attempt with a context that carries the token, and once more with a new token if the server refuses
+// the first one.
 func (s *settings) withToken(ctx context.Context, attempt func(context.Context) error) error {
-	for isAgain := false; ; isAgain = true {
+	for repeated := false; ; repeated = true {
 		authorized, token, err := s.authorized(ctx)
 		if err != nil {
 			return err
 		}
 		err = attempt(authorized)
-		if isAgain || err == nil || token == "" || !s.token.isRenewed(err, token) {
+		if repeated || err == nil || token == "" || !s.token.renew(err, token) {
 			return err
 		}
 	}

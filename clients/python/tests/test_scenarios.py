@@ -362,7 +362,7 @@ def test_verify(scenario: Scenario, client: Client) -> None:
 
 def test_watch_stats(scenario: Scenario, client: Client) -> None:
     count = scenario.input["answer_count"]
-    answers = client.cache.watch_stats(interval_s=scenario.input["interval_ms"] / 1000)
+    answers = client.watch_stats(interval_s=scenario.input["interval_ms"] / 1000)
     times = [stats.collect_time.ToNanoseconds() for stats in itertools.islice(answers, count)]
     assert len(set(times)) == count and times == sorted(times)
 

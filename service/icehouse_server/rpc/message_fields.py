@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain, islice
 from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
@@ -18,6 +18,7 @@ from icehouse.v1 import (
     cache_service_pb2,
     embedding_service_pb2,
     inference_service_pb2,
+    prompt_pb2,
     rerank_service_pb2,
 )
 
@@ -27,7 +28,10 @@ from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES
 FIELD_LIMIT = 1 << 16
 """Fields of one request, such as 4,096 messages of a chat with sixteen each. They are parsed in 2 ms."""
 SCANNED_FIELD_LIMIT = 1000
-"""A message with more top-level fields has too many stop strings, and is refused for that."""
+"""A message with more top-level fields has too many stop strings, and a prompt with more has too many tools;
+both are refused for that."""
+
+_PROMPT = prompt_pb2.Prompt.DESCRIPTOR
 
 
 def inputs_of(services: Sequence[ServiceDescriptor]) -> Mapping[str, Descriptor]:
@@ -62,15 +66,26 @@ def check_fields(data: bytes, descriptor: Descriptor) -> None:
 
 
 def clashing_fields(data: bytes, descriptor: Descriptor) -> tuple[str, ...]:
-    """Return the names of fields in `data` that share a oneof; empty when there is no clash."""
-    oneofs = _oneofs(descriptor)
-    if not oneofs:
+    """Return the names of fields that share a oneof, in `data` or its `prompt`; empty for no clash.
+
+    A parser merges a prompt that is sent in several pieces, so their fields count together.
+    """
+    top = list(islice(fields(data, 0, len(data)), SCANNED_FIELD_LIMIT))
+    if clash := _clash({field.number for field in top}, descriptor):
+        return clash
+    prompt = descriptor.fields_by_name.get("prompt")
+    if prompt is None or prompt.message_type is not _PROMPT:
         return ()
-    present = {field.number for field in islice(fields(data, 0, len(data)), SCANNED_FIELD_LIMIT)}
-    for names_by_number in oneofs:
-        clash = tuple(name for number, name in names_by_number.items() if number in present)
-        if len(clash) > 1:
-            return clash
+    inner = (fields(data, each.start, each.stop) for each in top if each.number == prompt.number)
+    present = {field.number for field in islice(chain.from_iterable(inner), SCANNED_FIELD_LIMIT)}
+    return tuple(f"prompt.{name}" for name in _clash(present, _PROMPT))
+
+
+def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
+    for names_by_number in _oneofs(descriptor):
+        names = tuple(name for number, name in names_by_number.items() if number in present)
+        if len(names) > 1:
+            return names
     return ()
 
 

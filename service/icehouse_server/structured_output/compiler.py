@@ -83,7 +83,7 @@ _FIELDS: dict[type[ResponseFormat], str] = {
     Regex: "response_format.regex",
     LarkGrammar: "response_format.lark",
     Choice: "response_format.choice",
-    TaggedJson: "tools",
+    TaggedJson: "prompt.tools",
 }
 
 

@@ -189,7 +189,7 @@ class ChatRenderer:
                 Reason.TOOLS_UNSUPPORTED,
                 f"{len(conversation.tools)} tools are offered, but {why}; leave `tools` out or describe "
                 "them in a message",
-                field="tools",
+                field="prompt.tools",
                 metadata={"tool_count": len(conversation.tools)},
             )
 
@@ -221,7 +221,7 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
             Reason.CHAT_INVALID,
             f"the prompt has {len(rest)} marks of images, {images.mark!r}, for {len(images.texts)} images; "
             "texts must not contain it, and the model's chat template must show each image",
-            field="chat",
+            field="prompt.chat",
             metadata={"mark_count": len(rest), "image_count": len(images.texts)},
         )
     return first + "".join(shown + part for shown, part in zip(images.texts, rest, strict=True))
@@ -243,7 +243,7 @@ def _call_form(conversation: Conversation, format: ReplyFormat, *, shown: str, o
             begin.replace(_NAME, tool.name),
             json.dumps(tool.parameters) if tool.is_strict else _ANY_ARGUMENTS,
             end,
-            field=f"tools[{index}].parameters_json",
+            field=f"prompt.tools[{index}].parameters_json",
         )
         for index, tool in conversation.callable_tools
     )
@@ -289,7 +289,7 @@ def _reads(example: str, format: ReplyFormat) -> bool:
 def _unsupported(conversation: Conversation) -> InvalidRequest:
     strict = (index for index, tool in conversation.callable_tools if tool.is_strict)
     index = next(strict, None)
-    field = "tool_choice" if index is None else f"tools[{index}].strict"
+    field = "tool_choice" if index is None else f"prompt.tools[{index}].strict"
     return InvalidRequest(
         Reason.TOOLS_UNSUPPORTED,
         f"{field} asks to constrain tool calls, but this model does not write their arguments as JSON; leave "

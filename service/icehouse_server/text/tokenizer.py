@@ -120,7 +120,7 @@ class Tokenizer:
             raise InvalidRequest(
                 Reason.UNSUPPORTED,
                 "this model's vocabulary has no tokens for infill, as those of code models have; send `text`",
-                field="infill",
+                field="prompt.infill",
             )
         return self._infill.tokens(prefix=prefix, suffix=suffix)
 

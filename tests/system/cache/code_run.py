@@ -48,7 +48,7 @@ async def _asked(model: Path, directory: Path) -> dict[str, Any]:
         stats = (await served.inference.CacheStats(pb.CacheStatsRequest())).cache
         for prompt in PROMPTS:
             asked = pb.GenerateRequest(max_output_tokens=8)
-            asked.tokens.ids.extend(prompt)
+            asked.prompt.tokens.ids.extend(prompt)
             told.append(await served.inference.Generate(asked))
     return {
         "tokens": [list(answer.token_ids) for answer in told],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import ParseDict
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import server_service_pb2
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.details import refused
@@ -38,7 +39,7 @@ async def test_the_prompt_is_computed_once(tmp_path: Path, architecture: str) ->
     folder = tiny_model_dir(tmp_path, architecture)
     async with whole_server(folder, tmp_path / "ssd", cache__block_token_count=BLOCK) as served:
         response = await served.inference.Generate(asked(completions=4))
-        stats = (await served.inference.CacheStats(messages.CacheStatsRequest())).engine
+        stats = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats.engine
         told = [list(completion.token_ids) for completion in response.completions]
         assert told == await alone(served, count=4)
     assert len({tuple(tokens) for tokens in told}) == 4, "each has a seed of its own"

@@ -80,6 +80,12 @@ class _Loading(server_service_pb2_grpc.ServerServiceServicer):
         server = server_service_pb2.Server(state=server_service_pb2.SERVER_STATE_LOADING)
         return server_service_pb2.GetServerResponse(server=server)
 
+    def GetStats(self, request: Any, context: Any) -> server_service_pb2.GetStatsResponse:
+        return server_service_pb2.GetStatsResponse()
+
+    def WatchStats(self, request: Any, context: Any) -> Iterator[server_service_pb2.WatchStatsResponse]:
+        yield server_service_pb2.WatchStatsResponse()
+
     def ListRequests(self, request: Any, context: Any) -> server_service_pb2.ListRequestsResponse:
         return server_service_pb2.ListRequestsResponse()
 

@@ -52,16 +52,16 @@ async def test_what_is_told_of_progress_can_end_a_removal(served: RunningServer)
 
 async def test_counters_come_until_the_reader_leaves(served: RunningServer) -> None:
     def read(client: Client) -> list[int]:
-        answers = client.cache.watch_stats(interval_s=0.1)
+        answers = client.watch_stats(interval_s=0.1)
         return [stats.collect_time.ToNanoseconds() for stats in itertools.islice(answers, 2)]
 
     assert len(await threaded(served, read)) == 2
     async with AsyncClient(served.server.address) as client:
-        answers = client.cache.watch_stats()
+        answers = client.watch_stats()
         assert (await anext(answers)).HasField("collect_time")
         await answers.aclose()
         with pytest.raises(IcehouseClientError) as caught:
-            await anext(client.cache.watch_stats(interval_s=0.01))
+            await anext(client.watch_stats(interval_s=0.01))
     assert caught.value.field == "interval"
 
 

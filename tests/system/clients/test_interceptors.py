@@ -56,7 +56,7 @@ class AsyncStreamMarking(Log, grpc.aio.UnaryStreamClientInterceptor):
         return await self.pass_on(continuation, details, request)
 
 
-EXPECTED = ["Generate", "Generate", "Stream", "WarmWithProgress", "Generate"]
+EXPECTED = ["Generate", "Generate", "Stream", "Warm", "Generate"]
 """The second one is the attempt with another token; the last one is refused."""
 
 

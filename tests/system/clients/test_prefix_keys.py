@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse_client import Message, prefix_key
+from icehouse_client.requests import generate_request
 
 _EXAMPLES = json.loads((Path(__file__).parents[3] / "clients" / "prefix_keys.json").read_text())
 
@@ -34,15 +35,14 @@ def test_every_message_with_a_prompt_that_is_cached_has_an_example() -> None:
         for file in files
         for service in pool.FindFileByName(f"icehouse/v1/{file}_service.proto").services_by_name.values()
         for method in service.methods
-        if {"adapter", "cache"} <= {field.name for field in method.input_type.fields}
+        if "cache" in {field.name for field in method.input_type.fields}
     }
     assert {example["message"] for example in _EXAMPLES} == requests
 
 
 def chat(**fields: Any) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(**fields)
-    request.chat.messages.add(role="user", content="Hi")
-    return request
+    turn = {"role": "ROLE_USER", "content": "Hi"}
+    return pb.GenerateRequest(prompt={"chat": {"messages": [turn]}, **fields})
 
 
 def test_what_computes_other_kv_has_another_key() -> None:
@@ -61,10 +61,10 @@ def test_a_text_in_parts_is_the_same_text() -> None:
     keys = set()
     for turn in ({"content": "Be kind."}, {"parts": [{"text": "Be "}, {"text": "kind."}]}):
         request = pb.GenerateRequest()
-        request.chat.messages.add(role="user", **turn)
+        request.prompt.chat.messages.add(role="ROLE_USER", **turn)
         keys.add(prefix_key(request))
     other = pb.GenerateRequest()
-    other.chat.messages.add(role="user", parts=[{"text": "Cook."}])
+    other.prompt.chat.messages.add(role="ROLE_USER", parts=[{"text": "Cook."}])
     assert len(keys) == 1 and prefix_key(other) not in keys
 
 
@@ -72,19 +72,21 @@ def test_turns_of_one_conversation_have_one_key() -> None:
     turns = [Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello")]
     keys = set()
     for count in (2, 3):
-        request = pb.GenerateRequest()
-        for turn in turns[:count]:
-            request.chat.messages.add(role=turn.role, content=turn.content)
-        keys.add(prefix_key(request))
+        keys.add(prefix_key(generate_request(turns[:count], {})))
     assert len(keys) == 1
+
+
+def test_a_role_of_the_templates_own_counts_by_its_name() -> None:
+    keys = {prefix_key(generate_request([Message(role, "2")], {})) for role in ("ipython", "critic", "tool")}
+    assert len(keys) == 3
 
 
 def test_what_begins_otherwise_has_another_key() -> None:
     requests = [
-        pb.GenerateRequest(text="Once"),
-        pb.GenerateRequest(text="Twice"),
-        pb.GenerateRequest(text="Once", model="m"),
-        pb.GenerateRequest(tokens={"ids": [1]}),
-        pb.GenerateRequest(tokens={"ids": [2]}),
+        pb.GenerateRequest(prompt={"text": "Once"}),
+        pb.GenerateRequest(prompt={"text": "Twice"}),
+        pb.GenerateRequest(prompt={"text": "Once"}, model="m"),
+        pb.GenerateRequest(prompt={"tokens": {"ids": [1]}}),
+        pb.GenerateRequest(prompt={"tokens": {"ids": [2]}}),
     ]
     assert len({prefix_key(request) for request in requests}) == len(requests)

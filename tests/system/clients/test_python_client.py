@@ -21,6 +21,7 @@ from icehouse_client import (
     Client,
     FinishReason,
     IcehouseClientError,
+    Infill,
     Message,
     Tool,
     formats,
@@ -144,7 +145,7 @@ async def test_refusal_is_an_error_with_its_facts(served: RunningServer) -> None
 
     error = await threaded(served, use)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
-    assert (error.field, error.metadata["context_tokens"]) == ("text", "64")
+    assert (error.field, error.metadata["context_tokens"]) == ("prompt.text", "64")
     assert error.retry_after_s is None and "100 tokens" in str(error)
 
 
@@ -218,11 +219,12 @@ async def test_an_asyncio_iteration_that_is_left_cancels_a_stream_that_is_kept(
 
 async def test_tokenize_stats_and_models(served: RunningServer) -> None:
     def use(client: Client) -> Any:
-        return client.tokenize("Hi"), client.cache_stats(), client.models()
+        return client.tokenize("Hi"), client.stats(), client.cache_stats(), client.models()
 
-    tokens, stats, models = await threaded(served, use)
+    tokens, stats, cache_stats, models = await threaded(served, use)
     assert [(token.id, token.piece) for token in tokens] == [(72, "<72>"), (105, "<105>")]
     assert stats.engine.step_total == 7
+    assert cache_stats.HasField("collect_time") and not cache_stats.HasField("cache")
     assert [model.id for model in models] == ["tiny"]
 
 
@@ -241,7 +243,7 @@ async def test_the_asyncio_face_says_the_same(served: RunningServer) -> None:
         assert (whole.finish_reason, whole.stop_string) == (FinishReason.STOP_STRING, "END")
         assert stream.started is not None and stream.started.request_id == "a"
         assert [token.id for token in await client.tokenize("Hi")] == [72, 105]
-        assert (await client.cache_stats()).engine.step_total == 7
+        assert (await client.stats()).engine.step_total == 7
         assert [model.id for model in await client.models()] == ["tiny"]
         with pytest.raises(IcehouseClientError) as caught:
             async for _ in client.stream("Hi", temperature=-1):
@@ -323,7 +325,7 @@ def test_what_constrains_tool_calls_is_written_into_the_choice() -> None:
         [Message("user", "Hi")],
         {"tools": tools, "tool_choice": "required", "allowed_tools": tools[:1], "parallel_tool_calls": False},
     )
-    assert [tool.strict for tool in request.tools] == [True, False]
+    assert [tool.strict for tool in request.prompt.tools] == [True, False]
     choice = request.tool_choice
     assert (choice.mode, list(choice.allowed)) == (tool_pb2.TOOL_CHOICE_MODE_REQUIRED, ["f"])
     assert choice.HasField("parallel_tool_calls") and not choice.parallel_tool_calls
@@ -388,7 +390,7 @@ async def test_documents_are_ranked(served: RunningServer) -> None:
         rerank_request("q", ["a"], {"text": "{query}{document}", "user": "a"})
 
 
-async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) -> None:
+async def test_the_cache_is_inspected_and_managed(served: RunningServer) -> None:
     served.engine.script = lambda request: [started(request), finished(request)]
     chat = [Message("user", "Hi")]
 
@@ -404,6 +406,7 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
     async with AsyncClient(served.server.address) as client:
         await client.cache.pin(chat)
         await client.cache.unpin(chat)
+        await client.cache.pin(Infill("a", "b"))
         served.engine.order_answer = EvictReport(4)
         assert (await client.cache.evict("Hi")).ram_block_count == 4
         served.engine.order_answer = Explanation(CacheReport(ssd_token_count=2), ())
@@ -416,6 +419,7 @@ async def test_the_cache_is_looked_into_and_given_orders(served: RunningServer) 
         Unpin((1, 2), default),
         Pin(tuple(b"user:Hi;"), default),
         Unpin(tuple(b"user:Hi;"), default),
+        Pin((256, *b"a", 257, *b"b", 258), default),
         ListKnown(tuple(b"Hi"), default),
         EvictBlocks(()),
         Explain((1, 2), default),
@@ -439,12 +443,13 @@ async def test_warm_ups_and_checks_tell_how_far_they_are(served: RunningServer) 
         return warm, client.cache.verify(on_progress=lambda p: checked.append(p.verified_block_count))
 
     warm, verified = await threaded(served, use)
-    assert (warm.request_id, warmed) == ("w", [2])
+    assert (warm.request_id, warmed[-1]) == ("w", 2)
     assert (verified.verified_block_count, checked) == (14, [0, 7, 14])
     await served.settle()
     async with AsyncClient(served.server.address) as client:
+        warmed.clear()
         answer = await client.cache.warm("Hi", request_id="w", on_progress=lambda p: warmed.append(1))
-        assert answer.request_id == "w" and warmed == [2, 1]
+        assert answer.request_id == "w" and set(warmed) == {1}
         assert await client.cache.verify(on_progress=lambda p: checked.append(0)) == verified
         assert (await client.cache.verify(block_limit=3)).verified_block_count == 7
     assert served.engine.orders[-2:] == [ListStored(3), Verify(served.engine.stored[:3])]
@@ -511,8 +516,14 @@ async def test_the_prefix_key_goes_with_every_call_whose_cache_it_concerns() -> 
         await server.stop(None)
     ranked = prefix_key(RerankRequest(query="Hi", documents=["a"]))
     assert headers.keys == [
-        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Generate", "Warm", "Explain")),
-        *((method, [prefix_key(GenerateRequest(text="Hi"))]) for method in ("Pin", "Unpin", "Evict")),
+        *(
+            (method, [prefix_key(GenerateRequest(prompt={"text": "Hi"}))])
+            for method in ("Generate", "Warm", "Explain")
+        ),
+        *(
+            (method, [prefix_key(GenerateRequest(prompt={"text": "Hi"}))])
+            for method in ("Pin", "Unpin", "Evict")
+        ),
         *(("Rerank", [ranked]), ("Embed", []), ("Tokenize", [])),
     ]
 

@@ -38,9 +38,9 @@ class Guard(inference_service_pb2_grpc.InferenceServiceServicer, cache_service_p
         await self._met(context)
         yield inference.StreamResponse(delta=inference.Delta(text="done"))
 
-    async def WarmWithProgress(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Warm(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self._met(context)
-        yield cache.WarmWithProgressResponse(finished=cache.WarmResponse())
+        yield cache.WarmResponse(done=cache.WarmResult())
 
 
 class Source:

@@ -57,7 +57,7 @@ async def test_every_call_with_tools_takes_them(served: RunningServer) -> None:
     assert [tool.name for tool in first.tools] == ["weather"]
     assert len(others) == 7 and all(other == first for other in others)
     asked = tokenize_request(Infill("a"), model="", tools=[OPENAI])
-    assert [tool.name for tool in asked.tools] == ["weather"]
+    assert [tool.name for tool in asked.prompt.tools] == ["weather"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def ask(address: str, reference: Reference, seen: Seen, *, on_event: Callable[[]
     """Stream one reply and compare each token; False when the server went away meanwhile."""
     tokens: list[int] = []
     request = pb.GenerateRequest(
-        tokens=prompt_pb2.TokenPrompt(ids=reference.prompt), max_output_tokens=len(reference.reply)
+        prompt={"tokens": prompt_pb2.TokenPrompt(ids=reference.prompt)},
+        max_output_tokens=len(reference.reply),
     )
     with grpc.insecure_channel(address) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)

@@ -43,7 +43,9 @@ def test_open_calls_fail_health_turns_and_the_process_ends_with_a_code(tmp_path:
                 health_pb2.HealthCheckRequest(), timeout=BOUND_S
             )
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-            request = pb.GenerateRequest(tokens=prompt_pb2.TokenPrompt(ids=[5, 6, 7]), max_output_tokens=100)
+            request = pb.GenerateRequest(
+                prompt={"tokens": prompt_pb2.TokenPrompt(ids=[5, 6, 7])}, max_output_tokens=100
+            )
             with pytest.raises(grpc.RpcError) as failed:
                 pb_grpc.InferenceServiceStub(channel).Generate(request, timeout=BOUND_S)
             assert failed.value.code() is grpc.StatusCode.INTERNAL

@@ -96,7 +96,9 @@ def left(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]) -
         server.wait_until_serving()
         with grpc.insecure_channel(server.address) as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            stub.Generate(messages.GenerateRequest(text="Once upon a time " * 100, max_output_tokens=4))
+            stub.Generate(
+                messages.GenerateRequest(prompt={"text": "Once upon a time " * 100}, max_output_tokens=4)
+            )
         server.terminate()
         assert server.wait() == 0
     return folder / "blocks"

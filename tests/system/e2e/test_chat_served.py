@@ -42,8 +42,9 @@ CALLING = (
 
 
 def asked(*, request_id: str = "", **fields: Any) -> messages.GenerateRequest:
-    chat = {"messages": [{"role": "user", "content": "Is it raining in Oslo?"}]}
-    whole = {"request_id": request_id, "chat": chat, "max_output_tokens": 24, "tools": TOOLS, **fields}
+    chat = {"messages": [{"role": "ROLE_USER", "content": "Is it raining in Oslo?"}]}
+    prompt = {"chat": chat, "tools": fields.pop("tools", TOOLS)}
+    whole = {"request_id": request_id, "prompt": prompt, "max_output_tokens": 24, **fields}
     return ParseDict(whole, messages.GenerateRequest())
 
 
@@ -162,7 +163,7 @@ async def test_a_forced_call_begins_in_the_prompt_and_is_told_whole(tmp_path: Pa
     choice = {"mode": mode, "name": "get_weather"} if mode.endswith("NAMED") else {"mode": mode}
     async with whole_server(folder, tmp_path / "blocks") as served:
         request = asked(tools=TOOLS[:1], tool_choice=choice, request_id="forced")
-        plain = messages.TokenizeRequest(chat=request.chat, tools=request.tools)
+        plain = messages.TokenizeRequest(prompt=request.prompt)
         tokens = await served.inference.Tokenize(plain)
         answer = await served.inference.Generate(request)
         assert summed(await heard(served, request)) == whole(answer)
@@ -180,8 +181,8 @@ async def test_beside_other_requests_with_the_cache_and_without(babbling: Path, 
         asked(),
         asked(**forced),
         asked(sampling={"temperature": 0.9, "seed": 5}),
-        messages.GenerateRequest(text="Once upon a time there was", max_output_tokens=24),
-        messages.GenerateRequest(text="Is it raining?", max_output_tokens=30),
+        messages.GenerateRequest(prompt={"text": "Once upon a time there was"}, max_output_tokens=24),
+        messages.GenerateRequest(prompt={"text": "Is it raining?"}, max_output_tokens=30),
     ]
     found: list[list[Any]] = []
     for enabled in (True, False):

@@ -33,7 +33,9 @@ def new_key(folder: Path, name: str = "key") -> str:
 async def ask(model: Path, directory: Path, **settings: object) -> tuple[str, int, pb.CacheStatsResponse]:
     """Start a server, ask once, stop it; return the text, the tokens it had from SSD, and the counters."""
     async with whole_server(model, directory, **_SETTINGS, **settings) as served:
-        answer = await served.inference.Generate(pb.GenerateRequest(text=_TEXT, max_output_tokens=4))
+        answer = await served.inference.Generate(
+            pb.GenerateRequest(prompt={"text": _TEXT}, max_output_tokens=4)
+        )
         stats = await served.inference.CacheStats(pb.CacheStatsRequest())
     return answer.text, answer.usage.ssd_tokens, stats
 

@@ -37,10 +37,19 @@ async def talk(served: WholeServer, *, with_tokens: bool, template_arguments: di
     chat.template_arguments.update(template_arguments)
     turns = []
     for index in range(TURN_COUNT):
-        chat.messages.add(role="user", content=f"Tell me more, please, this is question {index}.")
-        answer = await served.inference.Generate(messages.GenerateRequest(chat=chat, max_output_tokens=40))
+        chat.messages.add(
+            role=prompt_pb2.ROLE_USER, content=f"Tell me more, please, this is question {index}."
+        )
+        answer = await served.inference.Generate(
+            messages.GenerateRequest(prompt={"chat": chat}, max_output_tokens=40)
+        )
         tokens = answer.token_ids if with_tokens else ()
-        chat.messages.add(role="assistant", content=answer.text, reasoning=answer.reasoning, token_ids=tokens)
+        chat.messages.add(
+            role=prompt_pb2.ROLE_ASSISTANT,
+            content=answer.text,
+            reasoning=answer.reasoning,
+            token_ids=tokens,
+        )
         usage = answer.usage
         turns.append(Turn(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens))
     return turns

@@ -43,7 +43,7 @@ def chat(*pictures: bytes) -> prompt_pb2.ChatPrompt:
     parts = [prompt_pb2.ContentPart(text="It stood there: ")]
     parts += [prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(data=each)) for each in pictures]
     parts.append(prompt_pb2.ContentPart(text=QUESTION))
-    return prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=parts)])
+    return prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=parts)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Gateway:
     async def request(self, *pictures: bytes) -> messages.GenerateRequest:
         """Return the chat of these pictures as tokens and tensors."""
         prompt = chat(*pictures)
-        told = await self.house.inference.Tokenize(inference_service_pb2.TokenizeRequest(chat=prompt))
-        known = await self.house.cache.Explain(cache_service_pb2.ExplainRequest(chat=prompt))
+        told = await self.house.inference.Tokenize(
+            inference_service_pb2.TokenizeRequest(prompt={"chat": prompt})
+        )
+        known = await self.house.cache.Explain(cache_service_pb2.ExplainRequest(prompt={"chat": prompt}))
         places = [range(span.start_token, span.start_token + span.token_count) for span in known.images]
         kind = FAMILIES[self.folder.name].config()["model_type"]
         processor = open_processor(self.folder, kind)
@@ -76,7 +78,9 @@ class Gateway:
 
     async def chat(self, *pictures: bytes) -> Any:
         """Return the answer of icehouse.v1."""
-        request = inference_service_pb2.GenerateRequest(chat=chat(*pictures), max_output_tokens=OUTPUT_COUNT)
+        request = inference_service_pb2.GenerateRequest(
+            prompt={"chat": chat(*pictures)}, max_output_tokens=OUTPUT_COUNT
+        )
         request.sampling.ignore_end_tokens = True
         return await self.house.inference.Generate(request)
 

@@ -44,12 +44,12 @@ def text(words: str) -> prompt_pb2.ContentPart:
     return prompt_pb2.ContentPart(text=words)
 
 
-def chat(*parts: prompt_pb2.ContentPart, role: str = "user") -> prompt_pb2.ChatPrompt:
+def chat(*parts: prompt_pb2.ContentPart, role: Any = prompt_pb2.ROLE_USER) -> prompt_pb2.ChatPrompt:
     return prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=role, parts=parts)])
 
 
 def request(prompt: prompt_pb2.ChatPrompt) -> inference_service_pb2.GenerateRequest:
-    return inference_service_pb2.GenerateRequest(chat=prompt, max_output_tokens=OUTPUT_COUNT)
+    return inference_service_pb2.GenerateRequest(prompt={"chat": prompt}, max_output_tokens=OUTPUT_COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
         warm = await house.inference.Generate(request(chat(by_uri, text(QUESTION))))
         other = await house.inference.Generate(request(chat(image(png(2)), text(QUESTION))))
         explained = await house.cache.Explain(
-            cache_service_pb2.ExplainRequest(chat=chat(image(png(1)), text(QUESTION)))
+            cache_service_pb2.ExplainRequest(prompt={"chat": chat(image(png(1)), text(QUESTION))})
         )
     async with whole_server(folder, tmp_path) as house:
         ssd = await house.inference.Generate(
@@ -108,12 +108,12 @@ async def test_a_picture_is_answered_as_by_mlx_vlm_and_found_again(folder: Path,
 
 REFUSED = [
     (chat(image(png(1), detail=9)), "IMAGE_INVALID", "parts[0].image.detail"),
-    (chat(image(png(1)[:99])), "IMAGE_INVALID", "chat.messages[0].parts[0].image"),
+    (chat(image(png(1)[:99])), "IMAGE_INVALID", "prompt.chat.messages[0].parts[0].image"),
     (chat(text("x"), image(b"BM", media_type="image/bmp")), "IMAGE_INVALID", "parts[1].image"),
     (chat(image(b"")), "IMAGE_INVALID", "parts[0].image"),
     (chat(*[image(png(1))] * 3), "IMAGE_INVALID", "parts[2].image"),
-    (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "chat"),
-    (chat(image(png(1)), role="system"), "CHAT_INVALID", "parts[0].image"),
+    (chat(image(png(1)), text("<image>")), "CHAT_INVALID", "prompt.chat"),
+    (chat(image(png(1)), role=prompt_pb2.ROLE_SYSTEM), "CHAT_INVALID", "parts[0].image"),
     (
         chat(prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(uri="https://example.org/a.png"))),
         "IMAGE_INVALID",
@@ -159,7 +159,7 @@ async def test_an_image_is_itself_wherever_it_comes_from(folder: Path, tmp_path:
             for prompt in (named(f"file://{pictures}/cat.png"), chat(image(png(1)), text(QUESTION))):
                 warm = await house.inference.Generate(request(prompt))
                 assert warm.usage.cached_tokens == count - 1 and warm.token_ids == cold.token_ids
-            asked = inference_service_pb2.TokenizeRequest(chat=named(url))
+            asked = inference_service_pb2.TokenizeRequest(prompt={"chat": named(url)})
             assert (await house.inference.Tokenize(asked)).token_count == count
             few = await house.inference.Generate(request(named(url, detail=prompt_pb2.IMAGE_DETAIL_LOW)))
             assert 0 < few.usage.image_tokens < cold.usage.image_tokens
@@ -192,10 +192,12 @@ async def test_what_is_refused_names_its_part(folder: Path, tmp_path: Path) -> N
 
 async def test_a_picture_in_a_tools_result_is_seen(folder: Path, tmp_path: Path) -> None:
     """As an agent that uses a computer sends its screenshots."""
-    asked = prompt_pb2.ChatMessage(role="user", content=QUESTION)
-    result = prompt_pb2.ChatMessage(role="tool", parts=[text("taken"), image(png(1))])
-    told = prompt_pb2.ChatMessage(role="tool", content="taken")
-    by_user = prompt_pb2.ChatMessage(role="user", parts=[image(png(1), media_type="image/jpeg")])
+    asked = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content=QUESTION)
+    result = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_TOOL, parts=[text("taken"), image(png(1))])
+    told = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_TOOL, content="taken")
+    by_user = prompt_pb2.ChatMessage(
+        role=prompt_pb2.ROLE_USER, parts=[image(png(1), media_type="image/jpeg")]
+    )
     async with whole_server(folder, tmp_path) as house:
         cold = await house.inference.Generate(request(prompt_pb2.ChatPrompt(messages=[asked, result])))
         same = request(prompt_pb2.ChatPrompt(messages=[asked, told, by_user]))

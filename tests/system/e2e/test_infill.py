@@ -21,7 +21,7 @@ BEFORE = "def add(a, b):\n    return"
 
 def gap(suffix: str = "\n", **fields: int) -> messages.GenerateRequest:
     infill = prompt_pb2.InfillPrompt(prefix=BEFORE, suffix=suffix)
-    return messages.GenerateRequest(infill=infill, max_output_tokens=8, **fields)
+    return messages.GenerateRequest(prompt={"infill": infill}, max_output_tokens=8, **fields)
 
 
 async def test_a_gap_is_filled_from_its_two_sides(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ async def test_a_gap_is_filled_from_its_two_sides(tmp_path: Path) -> None:
         answer = await served.inference.Generate(gap())
         assert (answer.text, answer.finish_reason) == (" a + b", usage_pb2.FINISH_REASON_STOP_TOKEN)
         assert answer.stop_token_id == answer.token_ids[-1]
-        tokens = (await served.inference.Tokenize(messages.TokenizeRequest(infill=gap().infill))).tokens
+        tokens = (await served.inference.Tokenize(messages.TokenizeRequest(prompt=gap().prompt))).tokens
         pieces = [token.piece for token in tokens]
         assert pieces[:2] == ["<bos>", "<fim_prefix>"] and pieces[-3:] == [
             "<fim_suffix>",
@@ -39,14 +39,14 @@ async def test_a_gap_is_filled_from_its_two_sides(tmp_path: Path) -> None:
         ]
         again = prompt_pb2.TokenPrompt(ids=[token.id for token in tokens])
         by_tokens = await served.inference.Generate(
-            messages.GenerateRequest(tokens=again, max_output_tokens=2)
+            messages.GenerateRequest(prompt={"tokens": again}, max_output_tokens=2)
         )
         assert by_tokens.text == answer.text and by_tokens.usage.cached_tokens == len(tokens) - 1
         other = await served.inference.Generate(gap("  # the sum\n"))
         assert other.text == answer.text
         assert other.usage.cached_tokens >= pieces.index("<fim_suffix>"), "what stands before is the same"
         with_tools = gap()
-        with_tools.tools.append(tool_pb2.Tool(name="f"))
+        with_tools.prompt.tools.append(tool_pb2.Tool(name="f"))
         assert (await refused(served.inference.Generate(with_tools))).reason == "TOOL_INVALID"
 
 
@@ -54,7 +54,7 @@ async def test_a_model_that_fills_no_gaps_says_so(tmp_path: Path) -> None:
     async with whole_server(tiny_model_dir(tmp_path / "model", "llama"), tmp_path / "blocks") as served:
         for call in (
             served.inference.Generate(gap()),
-            served.inference.Tokenize(messages.TokenizeRequest(infill=gap().infill)),
+            served.inference.Tokenize(messages.TokenizeRequest(prompt=gap().prompt)),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call

@@ -92,7 +92,7 @@ async def test_blocks_are_told_as_they_come_and_again_after_a_restart(
     tiny_model_dir(tmp_path, "llama", name="model")
     async with served_for(subscriber, tmp_path) as served:
         request = pb.GenerateRequest(max_output_tokens=1)
-        request.tokens.ids.extend(TOKENS)
+        request.prompt.tokens.ids.extend(TOKENS)
         await served.inference.Generate(request)
         model = served.served.router.require_model().info
         one, two = names(Fingerprint(bytes.fromhex(model.fingerprint_hex)))

@@ -41,8 +41,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(**fields: Any) -> messages.GenerateRequest:
-    chat = {"messages": [{"role": "user", "content": "Is it raining in Oslo?"}]}
-    return ParseDict({"chat": chat, "max_output_tokens": 24, **fields}, messages.GenerateRequest())
+    chat = {"messages": [{"role": "ROLE_USER", "content": "Is it raining in Oslo?"}]}
+    prompt = {"chat": fields.pop("chat", chat)}
+    return ParseDict({"prompt": prompt, "max_output_tokens": 24, **fields}, messages.GenerateRequest())
 
 
 def told(answer: Any) -> tuple[str, str, int]:
@@ -64,7 +65,7 @@ async def test_a_budget_closes_reasoning_and_usage_counts_it(thinking: Path, tmp
         events = [event async for event in served.inference.Stream(asked(max_reasoning_tokens=3))]
         assert "".join(event.delta.reasoning for event in events) == "".join(THOUGHTS[:3])
         assert events[-1].finished.usage.reasoning_tokens == 3
-        plain = await generate(messages.GenerateRequest(text="<think>", max_output_tokens=4))
+        plain = await generate(messages.GenerateRequest(prompt={"text": "<think>"}, max_output_tokens=4))
         assert (plain.usage.reasoning_tokens, plain.reasoning) == (0, ""), "of text nothing is told apart"
         cut = await generate(asked(max_output_tokens=3))
         assert told(cut) == ("".join(THOUGHTS[:2]), "", 2)
@@ -81,7 +82,7 @@ async def test_beside_other_requests_and_in_several_outputs_each_keeps_its_own(
         asked(),
         *(asked(max_reasoning_tokens=limit) for limit in range(4)),
         asked(max_reasoning_tokens=2, sampling=sampling, completions=3),
-        messages.GenerateRequest(text="Once upon a time", max_output_tokens=24),
+        messages.GenerateRequest(prompt={"text": "Once upon a time"}, max_output_tokens=24),
     ]
     async with whole_server(thinking, tmp_path, cache__block_token_count=16) as served:
         alone = [await served.inference.Generate(request) for request in requests]
@@ -96,8 +97,8 @@ async def test_a_response_format_begins_behind_the_reasoning(thinking: Path, tmp
     form = {"choice": {"texts": ["yes", "no"]}}
     opened = {
         "messages": [
-            {"role": "user", "content": "Is it raining?"},
-            {"role": "assistant", "reasoning": "wonder "},
+            {"role": "ROLE_USER", "content": "Is it raining?"},
+            {"role": "ROLE_ASSISTANT", "reasoning": "wonder "},
         ],
         "continue_final_message": True,
         "add_generation_prompt": False,

@@ -22,7 +22,7 @@ FORM = "{query}\n\nIs this an answer: {document}\n"
 
 
 async def token_ids(served: WholeServer, text: str) -> list[int]:
-    answer = await served.inference.Tokenize(inference.TokenizeRequest(text=text))
+    answer = await served.inference.Tokenize(inference.TokenizeRequest(prompt={"text": text}))
     return [token.id for token in answer.tokens]
 
 
@@ -53,7 +53,9 @@ async def test_scores_are_the_models_own_in_any_company_and_from_any_tier(
         log_odds = await expected(served, architecture)
         beside = [
             asyncio.ensure_future(
-                served.inference.Generate(inference.GenerateRequest(text=f"{i}", max_output_tokens=40))
+                served.inference.Generate(
+                    inference.GenerateRequest(prompt={"text": f"{i}"}, max_output_tokens=40)
+                )
             )
             for i in range(3)
         ]

@@ -34,25 +34,34 @@ Request = inference_service_pb2.GenerateRequest
 def wrong_calls(served: WholeServer) -> Iterator[tuple[Any, Any]]:
     """Every RPC with what it takes, and with something it refuses."""
     generate, cache = served.inference.Generate, served.cache
-    yield generate, Request(text=_TEXT, max_output_tokens=2)
-    yield generate, Request(text=_TEXT, model=f"/{_MARK}")
-    yield generate, Request(text=_TEXT, max_output_tokens=-1)
-    yield generate, Request(text=_TEXT, stop=[""])
-    yield generate, Request(text=_TEXT * 1000)
-    yield generate, Request(tokens={"ids": [1 << 30]})
-    yield generate, Request(chat={"messages": [{"role": "nobody", "content": _TEXT}]})
-    yield generate, Request(chat={"messages": [{"role": "user", "content": _TEXT}] * 2})
+    yield generate, Request(prompt={"text": _TEXT}, max_output_tokens=2)
+    yield generate, Request(prompt={"text": _TEXT}, model=f"/{_MARK}")
+    yield generate, Request(prompt={"text": _TEXT}, max_output_tokens=-1)
+    yield generate, Request(prompt={"text": _TEXT}, stop=[""])
+    yield generate, Request(prompt={"text": _TEXT * 1000})
+    yield generate, Request(prompt={"tokens": {"ids": [1 << 30]}})
+    yield generate, Request(prompt={"chat": {"messages": [{"role_name": "user", "content": _TEXT}]}})
+    yield generate, Request(prompt={"chat": {"messages": [{"role": "ROLE_USER", "content": _TEXT}] * 2}})
     yield generate, Request()
     yield served.inference.Tokenize, inference_service_pb2.TokenizeRequest()
     yield served.inference.CacheStats, inference_service_pb2.CacheStatsRequest()
-    yield cache.Explain, cache_service_pb2.ExplainRequest(text=_TEXT)
-    yield cache.Warm, cache_service_pb2.WarmRequest(text=_TEXT)
-    yield cache.Pin, cache_service_pb2.PinRequest(text=f"{_MARK} never seen")
-    yield cache.Pin, cache_service_pb2.PinRequest(text=_TEXT)
-    yield cache.Verify, cache_service_pb2.VerifyRequest()
-    yield cache.Evict, cache_service_pb2.EvictRequest(text=_TEXT)
+    yield cache.Explain, cache_service_pb2.ExplainRequest(prompt={"text": _TEXT})
+    yield reading(cache.Warm), cache_service_pb2.WarmRequest(prompt={"text": _TEXT})
+    yield cache.Pin, cache_service_pb2.PinRequest(prompt={"text": f"{_MARK} never seen"})
+    yield cache.Pin, cache_service_pb2.PinRequest(prompt={"text": _TEXT})
+    yield reading(cache.Verify), cache_service_pb2.VerifyRequest()
+    yield reading(cache.Evict), cache_service_pb2.EvictRequest(prompt={"text": _TEXT})
     yield served.models.ListModels, model_service_pb2.ListModelsRequest(page_token=_MARK)
     yield served.models.GetModel, model_service_pb2.GetModelRequest()
+
+
+def reading(method: Any) -> Any:
+    """Return a call of a stream that reads all of it."""
+
+    async def read(request: Any, **options: Any) -> list[Any]:
+        return [response async for response in method(request, **options)]
+
+    return read
 
 
 async def answer(method: Any, request: Any) -> tuple[bool, str]:
@@ -78,7 +87,7 @@ async def told_of_a_disk_given_up(served: WholeServer) -> tuple[Any, list[str]]:
     async with asyncio.timeout(BOUND_S):
         while True:
             for _ in range(2):
-                await served.inference.Generate(Request(text=_TEXT, max_output_tokens=2))
+                await served.inference.Generate(Request(prompt={"text": _TEXT}, max_output_tokens=2))
             _, answers = await told(served)
             stats = await served.inference.CacheStats(inference_service_pb2.CacheStatsRequest())
             is_refused = any(Reason.STORE_UNUSABLE in text for text in answers)

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import server_service_pb2
 from icehouse_server.device import Backend, Device, find_device
 
 from tests.fixtures.models import tiny_model_dir
@@ -42,10 +43,10 @@ async def test_only_the_inference_thread_touches_mlx(
     async with whole_server(
         folder, tmp_path / "blocks", device=device, cache__block_token_count=16
     ) as served:
-        ask = messages.GenerateRequest(text="Once upon a time " * 8, max_output_tokens=3)
+        ask = messages.GenerateRequest(prompt={"text": "Once upon a time " * 8}, max_output_tokens=3)
         for _ in range(2):
             await served.inference.Generate(ask)
-        stats = await served.inference.CacheStats(messages.CacheStatsRequest())
+        stats = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
     assert {"eval", "set_cache_limit", "clear_streams"} <= set(callers)
     assert set.union(*callers.values()) == {"inference"}, {
         name: threads for name, threads in callers.items() if threads != {"inference"}

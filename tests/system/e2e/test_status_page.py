@@ -39,7 +39,7 @@ async def work(served: WholeServer, beginning: str = SHARED) -> None:
     """Send prompts that begin alike, of a tenant with a hostile name."""
     for number in range(3):
         request = messages.GenerateRequest(
-            text=f"{beginning}{number} {number}",
+            prompt={"text": f"{beginning}{number} {number}"},
             max_output_tokens=2,
             request_id=f"r{number}",
             cache=cache_policy_pb2.CachePolicy(tenant=HOSTILE),

@@ -30,7 +30,7 @@ SMALL = {
 
 async def generate(served: WholeServer, text: str, request_id: str) -> grpc.aio.Call:
     metadata = (("traceparent", f"00-{TRACE_ID}-{CALLER_ID}-01"),)
-    request = messages.GenerateRequest(text=text, max_output_tokens=3, request_id=request_id)
+    request = messages.GenerateRequest(prompt={"text": text}, max_output_tokens=3, request_id=request_id)
     call = served.inference.Generate(request, metadata=metadata)
     await call
     return call

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from icehouse.v1 import inference_service_pb2 as native
-from icehouse.v1 import inference_service_pb2_grpc
+from icehouse.v1 import server_service_pb2 as native
+from icehouse.v1 import server_service_pb2_grpc
 
 from bench.fleet.gateway import PACKAGES, GatewayProcess, missing_packages
 from tests.fixtures.chat.scripted_replies import Script, scripted
@@ -61,8 +61,8 @@ class Fleet:
 
     def _all_stats(self, port: int) -> Any:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-            return stub.CacheStats(native.CacheStatsRequest(), timeout=_BOUND_S)
+            stub = server_service_pb2_grpc.ServerServiceStub(channel)
+            return stub.GetStats(native.GetStatsRequest(), timeout=_BOUND_S).stats
 
     def known_blocks(self) -> float:
         """Return how many blocks of all workers the gateway knows."""

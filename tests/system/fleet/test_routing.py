@@ -52,7 +52,9 @@ def test_what_a_full_worker_refuses_the_other_takes(tmp_path: Path) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{full}") as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
             sampling = sampling_pb2.SamplingParams(ignore_end_tokens=True)
-            wanted = native.GenerateRequest(text="Long", max_output_tokens=LONG, sampling=sampling)
+            wanted = native.GenerateRequest(
+                prompt={"text": "Long"}, max_output_tokens=LONG, sampling=sampling
+            )
             # One runs and one waits, which is all there is room for.
             held = [stub.Stream(wanted) for _ in range(2)]
             until(lambda: counts(fleet, full) == (1, 1))

@@ -27,7 +27,7 @@ IN_FLIGHT_COUNT = 64
 FAILURE_LIMIT = 20
 """A campaign ends early with as many problems: they have one cause, mostly."""
 
-_GOOD = messages.GenerateRequest(text="the rain in the south", max_output_tokens=8)
+_GOOD = messages.GenerateRequest(prompt={"text": "the rain in the south"}, max_output_tokens=8)
 
 Row = tuple[str, str, str]
 """Method, code and reason."""

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.internal import encoder
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from icehouse.v1 import prompt_pb2
 
 from tests.fixtures.image_files import SHOWN, drawn_file, drawn_uri
 from tests.system.fuzz import values
@@ -46,7 +47,8 @@ def good(descriptor: Descriptor, rng: random.Random, depth: int = 0) -> Message:
 def add_images(message: Any, rng: random.Random, *, are_whole: bool = False) -> None:
     """Make the prompt of a request that may have a conversation one with images between texts, which a model
     that sees has no reason to refuse if `are_whole`."""
-    turn = message.chat.messages.add(role="user" if are_whole or rng.random() < 0.97 else "tool")
+    role = prompt_pb2.ROLE_USER if are_whole or rng.random() < 0.97 else prompt_pb2.ROLE_TOOL
+    turn = message.prompt.chat.messages.add(role=role)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         image = turn.parts.add().image
         if rng.random() < 0.2:
@@ -130,8 +132,13 @@ def nested(descriptor: Descriptor, rng: random.Random) -> bytes:
 
 
 def clash(descriptor: Descriptor, rng: random.Random) -> bytes:
-    """Return bytes that set every member of a oneof after each other; nothing where there is none."""
+    """Return bytes that set every member of a oneof after each other, of the message or else of its prompt;
+    nothing where there is none."""
     oneofs, _ = _plan(descriptor)
+    prompt = descriptor.fields_by_name.get("prompt")
+    if not oneofs and prompt is not None and prompt.message_type is not None:
+        inside = clash(prompt.message_type, rng)
+        return encoder.TagBytes(prompt.number, _LENGTH) + _varint(len(inside)) + inside
     if not oneofs:
         return b""
     data = b""

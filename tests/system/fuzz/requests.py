@@ -39,7 +39,7 @@ _PATHS = tuple(sorted(METHODS))
 _WEIGHTS = tuple(4 if path.startswith(OURS) else 1 for path in _PATHS)
 """Ours have more to break than gRPC's own."""
 
-_CHAT_PATHS = tuple(path for path in _PATHS if "chat" in METHODS[path].input_type.fields_by_name)
+_CHAT_PATHS = tuple(path for path in _PATHS if "prompt" in METHODS[path].input_type.fields_by_name)
 _IMAGE_SHARE = 0.1
 """Of the conversations; a model that reads text alone refuses them."""
 
@@ -163,7 +163,7 @@ def _message(method: MethodDescriptor, rng: random.Random) -> bytes:
     if kind < 0.03:
         return rng.randbytes(rng.randrange(80))
     message = mutations.good(method.input_type, rng)
-    if "chat" in method.input_type.fields_by_name and rng.random() < _IMAGE_SHARE:
+    if "prompt" in method.input_type.fields_by_name and rng.random() < _IMAGE_SHARE:
         mutations.add_images(message, rng)
     if kind < 0.2:
         return message.SerializeToString()

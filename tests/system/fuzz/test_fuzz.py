@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from icehouse.v1 import prompt_pb2
 
 from tests.fixtures.rpc.worker import needs_protocol
 from tests.system.fuzz import mutations
@@ -194,8 +195,8 @@ async def test_a_failing_request_is_made_small() -> None:
     big = mutations.parsed(method.input_type, b"")
     assert big is not None
     for index in range(6):
-        big.chat.messages.add(role="user", content=f"hay {index}")
-    big.chat.messages[4].name = "a needle"
+        big.prompt.chat.messages.add(role=prompt_pb2.ROLE_USER, content=f"hay {index}")
+    big.prompt.chat.messages[4].name = "a needle"
     big.sampling.temperature = 2.0
     request = FuzzRequest(_GENERATE, (big.SerializeToString(),), "red", metadata=(("x-a", "b"),))
     small = await shrunk(request, fails)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
+from icehouse.v1 import prompt_pb2
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 
@@ -75,7 +76,7 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
     "lark": ('start: "a" | "b"', "start: WORD\nWORD: /[a-z]+/"),
     "parameters_json": ("", '{"type":"object","properties":{"city":{"type":"string"}}}'),
     "arguments_json": ("{}", '{"city":"Oslo"}'),
-    "role": ("user", "user", "user", "user", "user", "system"),
+    "role_name": ("",),
     "name": ("get_weather", "get_time"),
     "model": ("", "", "", MODEL_NAME),
     "adapter": ("", "", "", ADAPTER_NAME),
@@ -98,6 +99,7 @@ _FORMS: Mapping[str, tuple[str, ...]] = {
 """Words for what is not free text, by the field's name, or its full one."""
 
 _NUMBERS: Mapping[str, Callable[[random.Random], Any]] = {
+    "role": lambda rng: prompt_pb2.ROLE_USER if rng.random() < 0.8 else prompt_pb2.ROLE_SYSTEM,
     "ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
     "stop_token_ids": lambda rng: rng.randrange(5, VOCABULARY_SIZE),
@@ -116,6 +118,7 @@ _NUMBERS: Mapping[str, Callable[[random.Random], Any]] = {
 
 USUAL = frozenset(
     {
+        "prompt",
         "role",
         "content",
         "ids",
@@ -165,10 +168,10 @@ def good(field: FieldDescriptor, rng: random.Random) -> Any:
         return rng.choice(_FORMS.get(field.full_name) or _FORMS.get(field.name, _TEXTS))
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return rng.random() < 0.5
-    if field.enum_type is not None:
-        return rng.choice(field.enum_type.values).number
     if field.name in _NUMBERS:
         return _NUMBERS[field.name](rng)
+    if field.enum_type is not None:
+        return rng.choice(field.enum_type.values).number
     if field.cpp_type in _RANGES:
         return rng.choice((0, 0, 1, 2, 3))
     return rng.choice((0.0, 0.5, 1.0))

@@ -78,7 +78,7 @@ async def test_todays_server_opens_it_and_begins_cold_beside_it(
     if not is_marked:
         (directory / "clean.json").unlink()
     asked = pb.GenerateRequest(max_output_tokens=len(GOLDEN["output_token_ids"]))
-    asked.tokens.ids.extend(GOLDEN["prompt_token_ids"])
+    asked.prompt.tokens.ids.extend(GOLDEN["prompt_token_ids"])
     model = tiny_model_dir(tmp_path, "llama", "float16")
     async with whole_server(
         model,

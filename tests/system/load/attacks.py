@@ -13,7 +13,7 @@ from icehouse.v1 import inference_service_pb2 as messages
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-MESSAGE = framed(messages.GenerateRequest(text="Hi", max_output_tokens=1).SerializeToString())
+MESSAGE = framed(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1).SerializeToString())
 
 _BOUND_S = 20.0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2
+from icehouse.v1 import inference_service_pb2_grpc, prompt_pb2, server_service_pb2, server_service_pb2_grpc
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config, ServerConfig
 from icehouse_server.domain.events import Event
@@ -144,7 +144,8 @@ class LiveServer:
 
     async def stats(self) -> Any:
         """Return the engine's counters between two steps."""
-        return (await self.inference.CacheStats(messages.CacheStatsRequest())).engine
+        server = server_service_pb2_grpc.ServerServiceStub(self.channel)
+        return (await server.GetStats(server_service_pb2.GetStatsRequest())).stats.engine
 
     async def stats_when(self, holds: Callable[[Any], bool]) -> Any:
         """Ask, one step after another, until the counters are as wanted."""
@@ -163,7 +164,9 @@ class LiveServer:
 def request(name: str, *, token_count: int = 3, max_output_tokens: int = 4) -> messages.GenerateRequest:
     """Return a request with a prompt of tokens."""
     prompt = prompt_pb2.TokenPrompt(ids=[1 + i % 90 for i in range(token_count)])
-    return messages.GenerateRequest(request_id=name, tokens=prompt, max_output_tokens=max_output_tokens)
+    return messages.GenerateRequest(
+        request_id=name, prompt={"tokens": prompt}, max_output_tokens=max_output_tokens
+    )
 
 
 async def rest_of(stream: Any) -> list[Any]:

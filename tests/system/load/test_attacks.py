@@ -70,7 +70,7 @@ class GoodCaller:
 
     async def ask(self) -> None:
         """Get one answer."""
-        request = messages.GenerateRequest(text="Hi", max_output_tokens=2)
+        request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2)
         answer = await self._stub.Generate(request, timeout=BOUND_S)
         assert answer.usage.output_tokens == 2
         self.answer_count += 1

@@ -67,7 +67,7 @@ async def attacked(address: str, token: str, names: tuple[str, ...]) -> AsyncIte
 
 async def is_served(address: str, token: str) -> None:
     """Get some answers, each with a check of health before it."""
-    request = messages.GenerateRequest(text="Hello", max_output_tokens=2)
+    request = messages.GenerateRequest(prompt={"text": "Hello"}, max_output_tokens=2)
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from icehouse.v1 import prompt_pb2
 
 from bench import mlx_vlm_server
 from bench.mlx_vlm_server import missing_modules, reply_of
@@ -46,9 +47,12 @@ def test_each_side_is_compared_with_its_own_cold_time_and_icehouse_with_each_pee
 
 def test_a_conversation_goes_on_behind_its_picture() -> None:
     request = picture_request(b"png", ("what?", "a boat", "where?"), max_output_tokens=3)
-    first, *others = request.chat.messages
+    first, *others = request.prompt.chat.messages
     assert [part.WhichOneof("part") for part in first.parts] == ["image", "text"]
-    assert [(turn.role, turn.content) for turn in others] == [("assistant", "a boat"), ("user", "where?")]
+    assert [(turn.role, turn.content) for turn in others] == [
+        (prompt_pb2.ROLE_ASSISTANT, "a boat"),
+        (prompt_pb2.ROLE_USER, "where?"),
+    ]
 
 
 def event(**content: object) -> bytes:

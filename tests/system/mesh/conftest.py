@@ -60,7 +60,7 @@ class Fleet:
         counts = []
         for replica in self.replicas.values():
             with Client(replica.address, timeout_s=BOUND_S, security=security) as client:
-                counts.append(client.cache_stats().engine.accepted_total)
+                counts.append(client.stats().engine.accepted_total)
         return counts
 
     def client(self) -> Client:

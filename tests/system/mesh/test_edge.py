@@ -138,7 +138,9 @@ def test_json_users_are_told_what_is_wrong(fleet: Fleet) -> None:
 
 
 def test_browsers_speak_grpc_web(fleet: Fleet) -> None:
-    message = pb.GenerateRequest(tokens={"ids": prompt(3)}, max_output_tokens=4).SerializeToString()
+    message = pb.GenerateRequest(
+        prompt={"tokens": {"ids": prompt(3)}}, max_output_tokens=4
+    ).SerializeToString()
     status, headers, answer = fleet.envoy.http(
         _GENERATE,
         body=b"\0" + struct.pack(">I", len(message)) + message,

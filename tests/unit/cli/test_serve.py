@@ -165,7 +165,9 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
         model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
     ) as server:
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(900)])
-        await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
+        await server.inference.Generate(
+            messages.GenerateRequest(prompt={"tokens": tokens}, max_output_tokens=1)
+        )
     assert not codes, caplog.text
 
 
@@ -222,7 +224,9 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
         model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
     ) as server:
         tokens = prompt_pb2.TokenPrompt(ids=[i % 90 + 5 for i in range(100)])
-        await server.inference.Generate(messages.GenerateRequest(tokens=tokens, max_output_tokens=1))
+        await server.inference.Generate(
+            messages.GenerateRequest(prompt={"tokens": tokens}, max_output_tokens=1)
+        )
     assert "background_task_failed" in caplog.text
     assert server.served.engine.join(timeout_s=0)
     assert server.served.storage is not None and server.served.storage.join(timeout_s=0)

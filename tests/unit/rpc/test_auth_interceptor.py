@@ -12,7 +12,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
+from icehouse.v1 import (
+    cache_service_pb2,
+    inference_service_pb2,
+    model_service_pb2,
+    prompt_pb2,
+    server_service_pb2,
+)
 from icehouse_server.config import ConnectionConfig
 from icehouse_server.rpc.calls.methods import CallPool, MethodAccess
 
@@ -23,8 +29,8 @@ from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, channel_options
 
-GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
-WATCH = framed(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).SerializeToString())
+GENERATE = inference_service_pb2.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
+WATCH = framed(server_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).SerializeToString())
 FEW = {"max_concurrent_calls": 96}
 CALL_COUNT = 60
 """On each of three connections: more than a caller's part of any of the places."""
@@ -43,9 +49,11 @@ async def is_served(served: RunningServer, token: str = ADS) -> bool:
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
     metadata = bearer(token)
     answer = await served.inference.Generate(GENERATE, metadata=metadata, timeout=BOUND_S)
-    stats = inference_service_pb2.CacheStatsRequest()
-    await served.inference.CacheStats(stats, metadata=metadata, timeout=BOUND_S)
-    watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=metadata, timeout=BOUND_S)
+    stats = server_service_pb2.GetStatsRequest()
+    await served.serving.GetStats(stats, metadata=metadata, timeout=BOUND_S)
+    watch = served.serving.WatchStats(
+        server_service_pb2.WatchStatsRequest(), metadata=metadata, timeout=BOUND_S
+    )
     first = await watch.read()
     watch.cancel()
     return bool(answer.text == " w0" and first.HasField("stats"))
@@ -87,7 +95,7 @@ async def are_refused(hostile: list[Peer]) -> None:
     [
         ("/grpc.health.v1.Health/Check", ""),
         ("/icehouse.v1.InferenceService/Generate", SEARCH),
-        ("/icehouse.v1.CacheService/WatchStats", SEARCH),
+        ("/icehouse.v1.ServerService/WatchStats", SEARCH),
     ],
     ids=["health", "work", "watch"],
 )
@@ -106,7 +114,7 @@ async def test_watches_that_never_end_lock_nobody_out(tmp_path: Path) -> None:
     async with guarded_server(tmp_path, server=FEW) as served, peers(served, 3) as hostile:
         for peer in hostile:
             for _ in range(CALL_COUNT):
-                stream = await peer.open_call("/icehouse.v1.CacheService/WatchStats", token=SEARCH)
+                stream = await peer.open_call("/icehouse.v1.ServerService/WatchStats", token=SEARCH)
                 await peer.send(stream, WATCH, end=True)
         await are_refused(hostile)
         assert await is_served(served)
@@ -140,13 +148,13 @@ async def test_of_what_costs_others_as_long_as_it_lasts_a_caller_has_a_few(tmp_p
 
 
 async def test_one_watch_too_many_is_told_when_to_come_back(served: RunningServer) -> None:
-    limit = METHODS_HERE["icehouse.v1.CacheService/WatchStats"].caller_limit
+    limit = METHODS_HERE["icehouse.v1.ServerService/WatchStats"].caller_limit
     assert limit is not None
-    request = cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
-    watches = [served.cache.WatchStats(request) for _ in range(limit)]
+    request = server_service_pb2.WatchStatsRequest(interval={"seconds": 3600})
+    watches = [served.serving.WatchStats(request) for _ in range(limit)]
     for watch in watches:
         await watch.read()
-    refusal = await refused(served.cache.WatchStats(request).read())
+    refusal = await refused(served.serving.WatchStats(request).read())
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert refusal.retry.retry_delay.ToMilliseconds() > 0
     assert (refusal.info.metadata["yours"], refusal.info.metadata["limit"]) == (str(limit), str(limit))
@@ -154,7 +162,7 @@ async def test_one_watch_too_many_is_told_when_to_come_back(served: RunningServe
     async with asyncio.timeout(BOUND_S):
         while len(watches) < limit:
             with contextlib.suppress(grpc.aio.AioRpcError):  # until the server has heard of it
-                watch = served.cache.WatchStats(request)
+                watch = served.serving.WatchStats(request)
                 await watch.read()
                 watches.append(watch)
     for watch in watches:
@@ -256,7 +264,7 @@ async def test_nothing_but_health_is_served_to_who_proves_nothing(tmp_path: Path
 async def test_a_callers_commands_take_turns_and_let_anothers_pass(tmp_path: Path) -> None:
     def explain(token_id: int, token: str) -> Any:
         prompt = prompt_pb2.TokenPrompt(ids=[token_id])
-        request = cache_service_pb2.ExplainRequest(tokens=prompt)
+        request = cache_service_pb2.ExplainRequest(prompt={"tokens": prompt})
         return asyncio.ensure_future(served.cache.Explain(request, metadata=bearer(token), timeout=BOUND_S))
 
     async with guarded_server(tmp_path) as served:

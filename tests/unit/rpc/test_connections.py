@@ -20,7 +20,7 @@ from tests.fixtures.rpc.fake_engine import finished, hanging
 from tests.fixtures.rpc.http2 import ENHANCE_YOUR_CALM, framed, peer_of
 from tests.unit.rpc.conftest import RunningServer, channel_options, running
 
-GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
+GENERATE = inference_service_pb2.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
 MESSAGE = framed(GENERATE.SerializeToString())
 
 
@@ -125,9 +125,9 @@ async def test_metadata_beyond_the_limit_is_refused() -> None:
 
 async def test_a_message_beyond_the_limit_is_refused() -> None:
     async with running(max_message_bytes=4096) as served:
-        request = inference_service_pb2.TokenizeRequest(text="a" * 3000)
+        request = inference_service_pb2.TokenizeRequest(prompt={"text": "a" * 3000})
         assert len((await served.inference.Tokenize(request)).tokens) == 3000
-        request.text = "a" * 8000
+        request.prompt.text = "a" * 8000
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await served.inference.Tokenize(request)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -159,7 +159,9 @@ class Target:
             "/grpc.health.v1.Health/Check", response_deserializer=health_pb2.HealthCheckResponse.FromString
         )
         status = check(b"", timeout=CALL_TIMEOUT_S).status
-        good = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1).SerializeToString()
+        good = inference_service_pb2.GenerateRequest(
+            prompt={"text": "Hi"}, max_output_tokens=1
+        ).SerializeToString()
         error = self.call("/icehouse.v1.InferenceService/Generate", good)
         return bool(status == health_pb2.HealthCheckResponse.SERVING and error is None)
 
@@ -312,9 +314,9 @@ def test_every_image_is_answered_with_a_status_of_ours(target: Target, path: str
     sent = {"uri": drawn_uri(rng)} if rng.random() < 0.4 else {"data": file.data}
     image = prompt_pb2.ImagePart(media_type=file.media_type if rng.random() < 0.6 else "", **sent)
     part = prompt_pb2.ContentPart(image=image)
-    prompt = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=[part])])
+    prompt = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=[part])])
     request: Any = GetMessageClass(METHODS[path].input_type)()
-    request.chat.ParseFromString(prompt.SerializeToString())
+    request.prompt.chat.ParseFromString(prompt.SerializeToString())
     with broken_calls() as broken:
         error = target.call(path, request.SerializeToString())
     assert broken == []

@@ -24,7 +24,7 @@ from tests.unit.rpc.conftest import RunningServer, running
 
 NOBODY = 65534
 
-REQUEST = messages.GenerateRequest(text="Hi", max_output_tokens=1)
+REQUEST = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
 
 
 async def start_error(*, reason: Reason = Reason.ADDRESS_IN_USE, **settings: Any) -> StartError:

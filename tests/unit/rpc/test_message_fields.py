@@ -22,9 +22,9 @@ from tests.fixtures.rpc.worker import worker_parts
 DESCRIPTOR = messages.GenerateRequest.DESCRIPTOR
 
 PARTS = {
-    "text": messages.GenerateRequest(text="x" * 300),
-    "chat": messages.GenerateRequest(chat=prompt_pb2.ChatPrompt()),
-    "tokens": messages.GenerateRequest(tokens=prompt_pb2.TokenPrompt(ids=[1, 2])),
+    "text": messages.GenerateRequest(prompt={"text": "x" * 300}),
+    "chat": messages.GenerateRequest(prompt={"chat": prompt_pb2.ChatPrompt()}),
+    "tokens": messages.GenerateRequest(prompt={"tokens": prompt_pb2.TokenPrompt(ids=[1, 2])}),
     "max_output_tokens": messages.GenerateRequest(max_output_tokens=-1),
     "sampling": messages.GenerateRequest(sampling=sampling_pb2.SamplingParams(temperature=0.5, seed=2**63)),
     "stop": messages.GenerateRequest(stop=["a", ""]),
@@ -35,14 +35,14 @@ PROMPTS = {"text", "chat", "tokens"}
 @given(names=st.lists(st.sampled_from(sorted(PARTS)), max_size=6))
 def test_a_clash_is_two_different_prompts(names: list[str]) -> None:
     data = b"".join(PARTS[name].SerializeToString() for name in names)
-    expected = PROMPTS & set(names)
+    expected = {f"prompt.{name}" for name in PROMPTS & set(names)}
     assert set(clashing_fields(data, DESCRIPTOR)) == (expected if len(expected) > 1 else set())
 
 
 def test_fields_of_every_width_are_skipped() -> None:
     fixed32, fixed64 = b"\xa5\x06abcd", b"\xa1\x06abcdefgh"
     data = fixed32 + fixed64 + PARTS["text"].SerializeToString() + PARTS["tokens"].SerializeToString()
-    assert clashing_fields(data, DESCRIPTOR) == ("text", "tokens")
+    assert clashing_fields(data, DESCRIPTOR) == ("prompt.text", "prompt.tokens")
 
 
 def test_a_oneof_is_not_looked_for_for_ever() -> None:
@@ -53,10 +53,10 @@ def test_a_oneof_is_not_looked_for_for_ever() -> None:
 
 MANY = {
     "short messages": messages.GenerateRequest(
-        chat=prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(content="a")] * FIELD_LIMIT)
+        prompt={"chat": prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(content="a")] * FIELD_LIMIT)}
     ),
     "stop strings": messages.GenerateRequest(stop=["abc"] * FIELD_LIMIT + [""]),
-    "tools": messages.GenerateRequest(tools=[tool_pb2.Tool(name="t")] * FIELD_LIMIT),
+    "tools": messages.GenerateRequest(prompt={"tools": [tool_pb2.Tool(name="t")] * FIELD_LIMIT}),
 }
 
 
@@ -69,13 +69,15 @@ def test_a_long_message_of_too_many_fields_is_not_parsed(name: str) -> None:
 
 
 def test_long_texts_and_packed_numbers_are_few_fields() -> None:
-    turn = prompt_pb2.ChatMessage(role="user", content="a" * 2000)
+    turn = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="a" * 2000)
     check_fields(
-        messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[turn] * 4096)).SerializeToString(),
+        messages.GenerateRequest(
+            prompt={"chat": prompt_pb2.ChatPrompt(messages=[turn] * 4096)}
+        ).SerializeToString(),
         DESCRIPTOR,
     )
     ids = prompt_pb2.TokenPrompt(ids=range(1_000_000))
-    check_fields(messages.GenerateRequest(tokens=ids).SerializeToString(), DESCRIPTOR)
+    check_fields(messages.GenerateRequest(prompt={"tokens": ids}).SerializeToString(), DESCRIPTOR)
 
 
 def test_no_method_whose_message_may_be_long_is_left_out() -> None:

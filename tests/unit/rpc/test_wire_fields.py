@@ -9,7 +9,7 @@ from icehouse.v1 import prompt_pb2
 from icehouse_server.rpc.message_fields import Field, fields, has_more_fields
 
 DESCRIPTOR = messages.GenerateRequest.DESCRIPTOR
-TURN = prompt_pb2.ChatMessage(role="user", content="Hi")
+TURN = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="Hi")
 
 
 def count_of(data: bytes, *, most: int = 10_000) -> int:
@@ -26,15 +26,20 @@ def count_of(data: bytes, *, most: int = 10_000) -> int:
 )
 def test_fields_of_messages_in_messages_count(turn_count: int, stop: list[str], limit: int) -> None:
     chat = prompt_pb2.ChatPrompt(messages=[TURN] * turn_count)
-    data = messages.GenerateRequest(chat=chat, stop=stop, max_output_tokens=300).SerializeToString()
-    count = 1 + 3 * turn_count + len(stop) + 1
+    data = messages.GenerateRequest(
+        prompt={"chat": chat}, stop=stop, max_output_tokens=300
+    ).SerializeToString()
+    count = 2 + 3 * turn_count + len(stop) + 1
     assert has_more_fields(data, DESCRIPTOR, limit=limit) is (count > limit)
     assert count_of(data) == count
 
 
 def test_texts_are_not_looked_into() -> None:
-    inside = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[TURN] * 9)).SerializeToString()
-    assert count_of(messages.GenerateRequest(text=inside.decode("latin-1")).SerializeToString()) == 1
+    inside = messages.GenerateRequest(
+        prompt={"chat": prompt_pb2.ChatPrompt(messages=[TURN] * 9)}
+    ).SerializeToString()
+    text = messages.GenerateRequest(prompt={"text": inside.decode("latin-1")})
+    assert count_of(text.SerializeToString()) == 2
 
 
 def test_what_nobody_knows_counts_too() -> None:
@@ -50,9 +55,9 @@ def test_what_nobody_knows_counts_too() -> None:
 
 
 def test_where_each_field_is() -> None:
-    data = messages.GenerateRequest(text="abc", max_output_tokens=5).SerializeToString()
+    data = messages.GenerateRequest(model="abc", max_output_tokens=5).SerializeToString()
     found = {DESCRIPTOR.fields_by_number[field.number].name: field for field in fields(data, 0, len(data))}
-    text, limit = found["text"], found["max_output_tokens"]
+    text, limit = found["model"], found["max_output_tokens"]
     assert (data[text.start : text.stop], text.is_delimited) == (b"abc", True)
     assert (data[limit.start : limit.stop], limit.is_delimited) == (b"\x05", False)
     assert isinstance(text, Field)
@@ -71,5 +76,7 @@ def test_a_number_that_never_ends_is_not_added_up() -> None:
 
 @given(cut=st.integers(1, 30))
 def test_a_cut_message_ends_where_it_is_cut(cut: int) -> None:
-    data = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[TURN] * 3)).SerializeToString()
+    data = messages.GenerateRequest(
+        prompt={"chat": prompt_pb2.ChatPrompt(messages=[TURN] * 3)}
+    ).SerializeToString()
     assert count_of(data[:-cut]) == 0

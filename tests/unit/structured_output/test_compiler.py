@@ -280,10 +280,10 @@ def test_a_mistake_is_named_with_its_place(form: ResponseFormat, place: str, det
 def test_a_mistake_in_a_tag_names_the_tag() -> None:
     with pytest.raises(InvalidRequest) as refused:
         COMPILER.compile(TaggedJson((CALL, JsonTag("<x>", "{"))))
-    assert refused.value.field == "tools[1]"
+    assert refused.value.field == "prompt.tools[1]"
     with pytest.raises(InvalidRequest) as refused:
-        COMPILER.compile(TaggedJson((JsonTag("<x>", "{", field="tools[7].parameters_json"),)))
-    assert refused.value.field == "tools[7].parameters_json"
+        COMPILER.compile(TaggedJson((JsonTag("<x>", "{", field="prompt.tools[7].parameters_json"),)))
+    assert refused.value.field == "prompt.tools[7].parameters_json"
 
 
 COSTLY = [

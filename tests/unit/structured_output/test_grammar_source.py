@@ -91,9 +91,12 @@ def test_what_is_not_enforced_is_told_with_its_field_and_only_so_much_of_it() ->
     plain, tool = {"uniqueItems": True}, {"properties": {"é/" * 300: {"uniqueItems": True}}}
     assert unenforced(JsonObject()) == unenforced(JsonSchema("true")) == ()
     assert unenforced(JsonSchema(json.dumps(plain))) == ("/uniqueItems",)
-    tags = (JsonTag("a", json.dumps(plain), field="tools[3].parameters_json"), JsonTag("b", json.dumps(tool)))
+    tags = (
+        JsonTag("a", json.dumps(plain), field="prompt.tools[3].parameters_json"),
+        JsonTag("b", json.dumps(tool)),
+    )
     first, second = unenforced(TaggedJson(tags))
-    assert first == "tools[3].parameters_json/uniqueItems"
+    assert first == "prompt.tools[3].parameters_json/uniqueItems"
     assert len(second) == 256 and second.startswith("…") and second.endswith("/uniqueItems")
     many = {"prefixItems": [plain] * (UNENFORCED_LIMIT + 1)}
     assert len(unenforced(JsonSchema(json.dumps(many)))) == UNENFORCED_LIMIT

@@ -114,7 +114,7 @@ def test_a_notation_without_json_is_refused() -> None:
     family = dataclasses.replace(THINKING, template=template)
     with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
         tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))
-    assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "tools[1].strict")
+    assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "prompt.tools[1].strict")
 
 
 @pytest.mark.parametrize("name", BY_NAME)

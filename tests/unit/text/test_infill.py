@@ -43,7 +43,7 @@ def test_prefix_suffix_middle(names: tuple[str, ...], stops: tuple[str, ...] | N
 def test_a_vocabulary_without_such_tokens_is_refused_with_the_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
         tokenizer_of(THINKING).render_infill(prefix="a", suffix="b")
-    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "infill")
+    assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, "prompt.infill")
     half = {"<|fim_prefix|>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
     assert infill_format_of(half, encode=lambda text: [], start=()) is None
 

@@ -8,10 +8,11 @@ different languages meet in the same cache:
 
 `kind` is "text", "tokens", "chat", "infill" or, for Rerank, "query". The beginning is the first 1024 bytes of
 the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes,
-little-endian; or of a conversation each message up to and with the first of role "user", as
-role ‖ 0x00 ‖ content ‖ 0x00 with the texts of `parts` joined to the content, cut after 4096 bytes. So all
-turns of a conversation have one key. The variant is what else makes KV another: empty without an adapter and
-tools, otherwise adapter ‖ 0x00 and of each tool name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
+little-endian; or of a conversation each message up to and with the user's first one, as
+role ‖ 0x00 ‖ content ‖ 0x00 with the texts of `parts` joined to the content, cut after 4096 bytes. A role is
+a word such as "user", or the message's `role_name`. So all turns of a conversation have one key. The variant
+is what else makes KV another: empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool
+name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from icehouse.v1 import cache_service_pb2 as cache
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import prompt_pb2, tool_pb2
 from icehouse.v1 import rerank_service_pb2 as reranking
+
+from icehouse_client.chat import role_of
 
 PREFIX_KEY_HEADER = "icehouse-prefix-key"
 
@@ -47,16 +50,17 @@ def prefix_key(request: PromptRequest | reranking.RerankRequest) -> str:
         return _key(
             request.model, "query", _variant(request.adapter, ()), request.query.encode()[:_TEXT_BYTES]
         )
-    variant = _variant(request.adapter, request.tools)
-    if request.HasField("tokens"):
-        ids = b"".join(i.to_bytes(4, "little", signed=True) for i in request.tokens.ids[:_TOKEN_COUNT])
+    prompt = request.prompt
+    variant = _variant(prompt.adapter, prompt.tools)
+    if prompt.HasField("tokens"):
+        ids = b"".join(i.to_bytes(4, "little", signed=True) for i in prompt.tokens.ids[:_TOKEN_COUNT])
         return _key(request.model, "tokens", variant, ids)
-    if request.HasField("chat"):
-        return _key(request.model, "chat", variant, _turns(request.chat))
-    if isinstance(request, inference.GenerateRequest) and request.HasField("infill"):
-        return _key(request.model, "infill", variant, request.infill.prefix.encode()[:_TEXT_BYTES])
-    if request.HasField("text"):
-        return _key(request.model, "text", variant, request.text.encode()[:_TEXT_BYTES])
+    if prompt.HasField("chat"):
+        return _key(request.model, "chat", variant, _turns(prompt.chat))
+    if prompt.HasField("infill"):
+        return _key(request.model, "infill", variant, prompt.infill.prefix.encode()[:_TEXT_BYTES])
+    if prompt.HasField("text"):
+        return _key(request.model, "text", variant, prompt.text.encode()[:_TEXT_BYTES])
     return ""
 
 
@@ -81,7 +85,7 @@ def _turns(chat: prompt_pb2.ChatPrompt) -> bytes:
     turns = b""
     for message in chat.messages:
         content = message.content + "".join(part.text for part in message.parts)
-        turns += f"{message.role}\0{content}\0".encode()
-        if message.role == "user" or len(turns) >= _CHAT_BYTES:
+        turns += f"{role_of(message)}\0{content}\0".encode()
+        if message.role == prompt_pb2.ROLE_USER or len(turns) >= _CHAT_BYTES:
             break
     return turns[:_CHAT_BYTES]

@@ -23,7 +23,7 @@ from icehouse.v1 import (
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.cache_client import AsyncCacheClient, CacheTimeouts
-from icehouse_client.calls import AsyncCalls, AsyncResponseCall
+from icehouse_client.calls import AsyncCalls, AsyncResponseCall, ending
 from icehouse_client.channel import SERVICE, channel_options, check_address
 from icehouse_client.chat import Infill
 from icehouse_client.embeddings import Embeddings, EmbedOptions, embed_request
@@ -39,6 +39,7 @@ from icehouse_client.requests import (
     generate_request,
     timeout_of,
     tokenize_request,
+    watch_request,
 )
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, Value, reply_from, tokens_from
@@ -171,11 +172,31 @@ class AsyncClient:
         return tokens_from(response)
 
     async def cache_stats(self, *, timeout_s: float | None = None) -> inference.CacheStatsResponse:
-        """Return the server's counters, as the API's own message."""
+        """Return the prefix cache's counters, for operators, as the API's own message."""
         with translated():
             return await self._calls.unary(
                 self._inference.CacheStats, inference.CacheStatsRequest(), timeout_s or self._timeout_s
             )
+
+    async def stats(self, *, timeout_s: float | None = None) -> server_service_pb2.ServerStats:
+        """Return the server's counters, of which a tenant sees its own share, as the API's own message."""
+        request = server_service_pb2.GetStatsRequest()
+        with translated():
+            response = await self._calls.unary(self._server.GetStats, request, timeout_s or self._timeout_s)
+        return response.stats
+
+    async def watch_stats(
+        self, *, interval_s: float | None = None, waits: bool = False
+    ) -> AsyncGenerator[server_service_pb2.ServerStats, None]:
+        """Iterate over the counters of `stats`, now and then at an interval, until the iteration is left.
+
+        With `waits` a server that is not there is waited for.
+        """
+        request = watch_request(interval_s)
+        watch = self._calls.stream(self._server.WatchStats, request, None, waits=waits)
+        with translated(), ending(watch) as call:
+            async for response in call:
+                yield response.stats
 
     async def models(self, *, timeout_s: float | None = None) -> list[model_service_pb2.Model]:
         """Return the served models, as the API's own messages."""

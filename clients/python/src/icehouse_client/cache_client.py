@@ -1,25 +1,24 @@
 """The prefix cache of a server: `Client.cache` and `AsyncClient.cache`. Answers are the API's own messages.
 
-Each prompt carries its prefix key, so that behind a load balancer an order reaches the server that a Generate
-of the same prompt reaches.
+Each prompt carries its prefix key, so that behind a load balancer a command reaches the server that a
+Generate of the same prompt reaches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
-from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import cache_policy
-from icehouse_client.calls import AsyncCalls, Calls
-from icehouse_client.errors import translated
+from icehouse_client.calls import AsyncCalls, Calls, ending
+from icehouse_client.errors import error_from, translated
 from icehouse_client.options import refuse_unknown
 from icehouse_client.requests import Prompt, PromptOptions, set_prompt
 from icehouse_client.texts import names_bad_texts
@@ -38,7 +37,7 @@ class VerifyOptions(TypedDict, total=False):
     """What may be said about a check of the SSD tier."""
 
     block_limit: int
-    """Most blocks to read; the next check goes on from there."""
+    """Maximum blocks to read; the next check continues from there."""
     timeout_s: float | None
 
 
@@ -50,13 +49,16 @@ class EvictAllOptions(TypedDict, total=False):
 
 
 TimedOptions = PromptOptions | VerifyOptions | EvictAllOptions
-OnWarmProgress = Callable[[inference.PrefillProgress], object]
+OnWarmProgress = Callable[[messages.WarmProgress], object]
 OnEvictProgress = Callable[[messages.EvictProgress], object]
 OnVerifyProgress = Callable[[messages.VerifyProgress], object]
 
 
 class CacheClient:
-    """Looks into the prefix cache and gives it orders. Every method raises IcehouseClientError."""
+    """Inspects and manages the prefix cache. Every method raises IcehouseClientError.
+
+    `on_progress` is called with the progress of a method as it goes; the method returns the result.
+    """
 
     def __init__(self, channel: grpc.Channel, calls: Calls, times: CacheTimeouts) -> None:
         self._stub = cache_service_pb2_grpc.CacheServiceStub(channel)
@@ -65,91 +67,77 @@ class CacheClient:
 
     def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
-    ) -> messages.WarmResponse:
-        """Compute a prompt and keep it, without generating; `on_progress` is told how far it is."""
-        request = warm_request(prompt, options)
-        with translated():
-            if on_progress is None:
-                return self._calls.unary(self._stub.Warm, request, self._times.order(options))
-            call = self._calls.stream(self._stub.WarmWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                for response in call:
-                    if response.HasField("prefill_progress"):
-                        on_progress(response.prefill_progress)
-        return response.finished
+    ) -> messages.WarmResult:
+        """Compute a prompt and keep it, without generating."""
+        result: messages.WarmResult = self._result(
+            self._stub.Warm, warm_request(prompt, options), options, on_progress
+        )
+        return result
 
     def verify(
         self, *, on_progress: OnVerifyProgress | None = None, **options: Unpack[VerifyOptions]
-    ) -> messages.VerifyResponse:
-        """Have blocks on SSD read and compared, for operators; `on_progress` is told how far it is."""
-        request = verify_request(options)
-        with translated():
-            if on_progress is None:
-                return self._calls.unary(self._stub.Verify, request, self._times.order(options))
-            call = self._calls.stream(self._stub.VerifyWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                for response in call:
-                    if response.HasField("progress"):
-                        on_progress(response.progress)
-        return response.finished
+    ) -> messages.VerifyResult:
+        """Have blocks on SSD read and compared, for operators."""
+        result: messages.VerifyResult = self._result(
+            self._stub.Verify, verify_request(options), options, on_progress
+        )
+        return result
 
     def explain(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.ExplainResponse:
         """Return what `generate` would reuse of a prompt."""
-        request = order_request(messages.ExplainRequest(), prompt, options)
+        request = command_request(messages.ExplainRequest(), prompt, options)
         with translated():
             return self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
     def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
         """Keep a prompt's known blocks from being evicted by policy."""
-        request = order_request(messages.PinRequest(), prompt, options)
+        request = command_request(messages.PinRequest(), prompt, options)
         with translated():
             return self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
     def unpin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
-        request = order_request(messages.UnpinRequest(), prompt, options)
+        request = command_request(messages.UnpinRequest(), prompt, options)
         with translated():
             return self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
 
     def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
-    ) -> messages.EvictResponse:
-        """Remove a prompt's known blocks, pinned ones too; with `on_progress`, which is told how far it is,
-        piece by piece, and no further once the call ends."""
-        request = order_request(messages.EvictRequest(), prompt, options)
-        return self._evict(request, options, on_progress)
+    ) -> messages.EvictResult:
+        """Remove a prompt's cached blocks, pinned ones too; no further once the call ends."""
+        request = command_request(messages.EvictRequest(), prompt, options)
+        result: messages.EvictResult = self._result(self._stub.Evict, request, options, on_progress)
+        return result
 
     def evict_all(
         self, *, on_progress: OnEvictProgress | None = None, **options: Unpack[EvictAllOptions]
-    ) -> messages.EvictResponse:
+    ) -> messages.EvictResult:
         """Remove every block of the model, for operators; as `evict` otherwise."""
-        return self._evict(evict_all_request(options), options, on_progress)
+        result: messages.EvictResult = self._result(
+            self._stub.EvictAll, evict_all_request(options), options, on_progress
+        )
+        return result
 
-    def watch_stats(
-        self, *, interval_s: float | None = None, waits: bool = False
-    ) -> Generator[inference.CacheStatsResponse, None, None]:
-        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
-
-        With `waits` a server that is not there is waited for.
-        """
-        request = watch_request(interval_s)
-        watch = self._calls.stream(self._stub.WatchStats, request, None, waits=waits)
-        with translated(), _ending(watch) as call:
+    def _result(
+        self,
+        method: Callable[..., Any],
+        request: Message,
+        options: TimedOptions,
+        on_progress: Callable[[Any], object] | None,
+    ) -> Any:
+        """Return what a stream of progress ends with."""
+        timeout_s = self._times.long(options, is_watched=on_progress is not None)
+        call = self._calls.stream(method, request, timeout_s)
+        result = None
+        with translated(), ending(call):
             for response in call:
-                yield response.stats
-
-    def _evict(
-        self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
-    ) -> messages.EvictResponse:
-        with translated():
-            if on_progress is None:
-                return self._calls.unary(self._stub.Evict, request, self._times.order(options))
-            call = self._calls.stream(self._stub.EvictWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                for response in call:
-                    if response.HasField("progress"):
-                        on_progress(response.progress)
-        return response.finished
+                if response.HasField("done"):
+                    result = response.done
+                elif on_progress is not None and response.HasField("progress"):
+                    on_progress(response.progress)
+        if result is None:
+            raise error_from(grpc.StatusCode.DATA_LOSS, "the call ended without a result", None)
+        return result
 
 
 class AsyncCacheClient:
@@ -162,91 +150,77 @@ class AsyncCacheClient:
 
     async def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
-    ) -> messages.WarmResponse:
-        """Compute a prompt and keep it, without generating; `on_progress` is told how far it is."""
-        request = warm_request(prompt, options)
-        with translated():
-            if on_progress is None:
-                return await self._calls.unary(self._stub.Warm, request, self._times.order(options))
-            call = self._calls.stream(self._stub.WarmWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                async for response in call:
-                    if response.HasField("prefill_progress"):
-                        on_progress(response.prefill_progress)
-        return response.finished
+    ) -> messages.WarmResult:
+        """Compute a prompt and keep it, without generating."""
+        result: messages.WarmResult = await self._result(
+            self._stub.Warm, warm_request(prompt, options), options, on_progress
+        )
+        return result
 
     async def verify(
         self, *, on_progress: OnVerifyProgress | None = None, **options: Unpack[VerifyOptions]
-    ) -> messages.VerifyResponse:
-        """Have blocks on SSD read and compared, for operators; `on_progress` is told how far it is."""
-        request = verify_request(options)
-        with translated():
-            if on_progress is None:
-                return await self._calls.unary(self._stub.Verify, request, self._times.order(options))
-            call = self._calls.stream(self._stub.VerifyWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                async for response in call:
-                    if response.HasField("progress"):
-                        on_progress(response.progress)
-        return response.finished
+    ) -> messages.VerifyResult:
+        """Have blocks on SSD read and compared, for operators."""
+        result: messages.VerifyResult = await self._result(
+            self._stub.Verify, verify_request(options), options, on_progress
+        )
+        return result
 
     async def explain(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.ExplainResponse:
         """Return what `generate` would reuse of a prompt."""
-        request = order_request(messages.ExplainRequest(), prompt, options)
+        request = command_request(messages.ExplainRequest(), prompt, options)
         with translated():
             return await self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
     async def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
         """Keep a prompt's known blocks from being evicted by policy."""
-        request = order_request(messages.PinRequest(), prompt, options)
+        request = command_request(messages.PinRequest(), prompt, options)
         with translated():
             return await self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
     async def unpin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.UnpinResponse:
         """Take a prompt's pins off."""
-        request = order_request(messages.UnpinRequest(), prompt, options)
+        request = command_request(messages.UnpinRequest(), prompt, options)
         with translated():
             return await self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
 
     async def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
-    ) -> messages.EvictResponse:
-        """Remove a prompt's known blocks, pinned ones too; with `on_progress`, which is told how far it is,
-        piece by piece, and no further once the call ends."""
-        request = order_request(messages.EvictRequest(), prompt, options)
-        return await self._evict(request, options, on_progress)
+    ) -> messages.EvictResult:
+        """Remove a prompt's cached blocks, pinned ones too; no further once the call ends."""
+        request = command_request(messages.EvictRequest(), prompt, options)
+        result: messages.EvictResult = await self._result(self._stub.Evict, request, options, on_progress)
+        return result
 
     async def evict_all(
         self, *, on_progress: OnEvictProgress | None = None, **options: Unpack[EvictAllOptions]
-    ) -> messages.EvictResponse:
+    ) -> messages.EvictResult:
         """Remove every block of the model, for operators; as `evict` otherwise."""
-        return await self._evict(evict_all_request(options), options, on_progress)
+        result: messages.EvictResult = await self._result(
+            self._stub.EvictAll, evict_all_request(options), options, on_progress
+        )
+        return result
 
-    async def watch_stats(
-        self, *, interval_s: float | None = None, waits: bool = False
-    ) -> AsyncGenerator[inference.CacheStatsResponse, None]:
-        """Iterate over the server's counters, now and then at an interval, until the iteration is left.
-
-        With `waits` a server that is not there is waited for.
-        """
-        request = watch_request(interval_s)
-        watch = self._calls.stream(self._stub.WatchStats, request, None, waits=waits)
-        with translated(), _ending(watch) as call:
+    async def _result(
+        self,
+        method: Callable[..., Any],
+        request: Message,
+        options: TimedOptions,
+        on_progress: Callable[[Any], object] | None,
+    ) -> Any:
+        """Return what a stream of progress ends with."""
+        timeout_s = self._times.long(options, is_watched=on_progress is not None)
+        call = self._calls.stream(method, request, timeout_s)
+        result = None
+        with translated(), ending(call):
             async for response in call:
-                yield response.stats
-
-    async def _evict(
-        self, request: messages.EvictRequest, options: TimedOptions, on_progress: OnEvictProgress | None
-    ) -> messages.EvictResponse:
-        with translated():
-            if on_progress is None:
-                return await self._calls.unary(self._stub.Evict, request, self._times.order(options))
-            call = self._calls.stream(self._stub.EvictWithProgress, request, self._times.watch(options))
-            with _ending(call):
-                async for response in call:
-                    if response.HasField("progress"):
-                        on_progress(response.progress)
-        return response.finished
+                if response.HasField("done"):
+                    result = response.done
+                elif on_progress is not None and response.HasField("progress"):
+                    on_progress(response.progress)
+        if result is None:
+            raise error_from(grpc.StatusCode.DATA_LOSS, "the call ended without a result", None)
+        return result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,23 +234,10 @@ class CacheTimeouts:
         """Return the deadline of a call that is answered soon."""
         return options.get("timeout_s", self.timeout_s)
 
-    def order(self, options: TimedOptions) -> float | None:
-        """Return that of a call that may be long."""
-        long_s = None if self.timeout_s is None else self.order_timeout_s
-        return options.get("timeout_s", long_s)
-
-    def watch(self, options: TimedOptions) -> float | None:
-        """Return that of a call that tells how far it is: none unless one is named."""
-        return options.get("timeout_s")
-
-
-@contextlib.contextmanager
-def _ending(call: Any) -> Iterator[Any]:
-    """End the call on the server too, however the block is left."""
-    try:
-        yield call
-    finally:
-        call.cancel()
+    def long(self, options: TimedOptions, *, is_watched: bool) -> float | None:
+        """Return that of a call that may be long: none unless one is named, where its progress is watched."""
+        default_s = None if self.timeout_s is None or is_watched else self.order_timeout_s
+        return options.get("timeout_s", default_s)
 
 
 @names_bad_texts
@@ -298,24 +259,16 @@ def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
     return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
 
 
-def watch_request(interval_s: float | None) -> messages.WatchStatsRequest:
-    """Return the message of WatchStats; None is the server's interval."""
-    request = messages.WatchStatsRequest()
-    if interval_s is not None:
-        request.interval.FromNanoseconds(round(interval_s * 1e9))
-    return request
-
-
 @names_bad_texts
-def evict_all_request(options: EvictAllOptions) -> messages.EvictRequest:
-    """Return the message of an Evict of everything."""
+def evict_all_request(options: EvictAllOptions) -> messages.EvictAllRequest:
+    """Return the message of EvictAll."""
     refuse_unknown(options, EvictAllOptions)
-    return messages.EvictRequest(all=True, model=options.get("model", ""))
+    return messages.EvictAllRequest(model=options.get("model", ""))
 
 
 @names_bad_texts
-def order_request(request: Request, prompt: Prompt, options: PromptOptions) -> Request:
-    """Return the message of an order about a prompt, filled in."""
+def command_request(request: Request, prompt: Prompt, options: PromptOptions) -> Request:
+    """Return the message of a command about a prompt, filled in."""
     refuse_unknown(options, PromptOptions)
     policy = cache_policy(options)
     if policy is not None:

@@ -6,6 +6,7 @@ call is made again, once; of a stream that is so before its first response.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ _KEYED = (
 )
 
 Response = TypeVar("Response")
+Cancelled = TypeVar("Cancelled", bound="ResponseCall[Any] | AsyncResponseCall[Any]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,6 +224,15 @@ class AsyncResponseCall(Generic[Response]):
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
+
+
+@contextlib.contextmanager
+def ending(call: Cancelled) -> Iterator[Cancelled]:
+    """End the call on the server too, however the block is left."""
+    try:
+        yield call
+    finally:
+        call.cancel()
 
 
 def _end_time(timeout_s: float | None) -> float | None:

@@ -60,7 +60,8 @@ class Image:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. `role` is "system", "user", "assistant", "tool", ...
+    """One turn of a conversation. `role` is "system", "developer", "user", "assistant" or "tool", or the name
+    of a role that only the model's chat template knows.
 
     An answer becomes one by `Reply.message()`; its `token_ids` let the server go on from its cached blocks.
     """
@@ -109,6 +110,21 @@ _MODES = {
 }
 
 
+_ROLES = {
+    "system": prompt_pb2.ROLE_SYSTEM,
+    "developer": prompt_pb2.ROLE_DEVELOPER,
+    "user": prompt_pb2.ROLE_USER,
+    "assistant": prompt_pb2.ROLE_ASSISTANT,
+    "tool": prompt_pb2.ROLE_TOOL,
+}
+_ROLE_NAMES = {value: name for name, value in _ROLES.items()}
+
+
+def role_of(message: prompt_pb2.ChatMessage) -> str:
+    """Return who speaks in a message, as `Message.role` has it."""
+    return _ROLE_NAMES.get(message.role, message.role_name)
+
+
 def tool_result(call: ToolCall, content: str, *, images: Sequence[Image] = ()) -> Message:
     """Return the message that answers a call; the model sees its images in a user's turn behind it."""
     return Message("tool", content, name=call.name, tool_call_id=call.id, images=tuple(images))
@@ -131,10 +147,11 @@ def chat_proto(
             if not isinstance(image, Image):
                 raise TypeError(f"a message's images hold Image, not {type(image).__name__}")
         chat.messages.add(
-            role=message.role,
+            role=_ROLES.get(message.role, prompt_pb2.ROLE_UNSPECIFIED),
+            role_name="" if message.role in _ROLES else message.role,
             content="" if message.images else message.content,
             parts=content_parts(message) if message.images else (),
-            name=message.name,
+            name=message.name or "",
             reasoning=message.reasoning,
             tool_calls=[
                 tool_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import prompt_pb2
+from icehouse.v1 import prompt_pb2, server_service_pb2
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
 
 DEFAULT_ORDER_TIMEOUT_S = 3600.0
-"""The deadline of Warm, Evict and Verify that name none: a large disk or a long prompt takes its time."""
+"""The deadline of Warm, Evict, EvictAll and Verify that name none: a large disk takes its time."""
 
 Prompt = str | Sequence[Turn] | Sequence[int] | Infill
 """Text, a conversation, token ids, or two texts with a gap between them."""
@@ -116,18 +116,22 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
 
 
 def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -> None:
-    """Fill in the prompt and what else makes its KV another; raises TypeError for no known kind."""
+    """Fill in the model and the prompt; raises TypeError for no known kind."""
     request.model = options.get("model", "")
-    request.adapter = options.get("adapter", "")
-    request.tools.extend(tool_protos(tools_of(options.get("tools", _own_tools(prompt)))))
+    request.prompt.CopyFrom(_prompt_proto(prompt, options))
+
+
+def _prompt_proto(prompt: Prompt, options: PromptOptions) -> prompt_pb2.Prompt:
+    proto = prompt_pb2.Prompt(
+        adapter=options.get("adapter", ""),
+        tools=tool_protos(tools_of(options.get("tools", _own_tools(prompt)))),
+    )
     if isinstance(prompt, Infill):
-        if not isinstance(request, inference.GenerateRequest):
-            raise TypeError("the cache takes an Infill as the tokens that tokenize makes of it")
-        request.infill.CopyFrom(prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix))
+        proto.infill.CopyFrom(prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix))
     elif isinstance(prompt, str):
-        request.text = prompt
+        proto.text = prompt
     elif _is_chat(prompt):
-        request.chat.CopyFrom(
+        proto.chat.CopyFrom(
             chat_proto(
                 messages_of(prompt),
                 template_arguments=options.get("template_arguments"),
@@ -135,7 +139,8 @@ def set_prompt(request: PromptRequest, prompt: Prompt, options: PromptOptions) -
             )
         )
     else:
-        request.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
+        proto.tokens.CopyFrom(prompt_pb2.TokenPrompt(ids=_token_ids(prompt)))
+    return proto
 
 
 @names_bad_texts
@@ -143,14 +148,16 @@ def tokenize_request(
     prompt: str | Sequence[Turn] | Infill, *, model: str, tools: Sequence[GivenTool] = ()
 ) -> inference.TokenizeRequest:
     """Return the message of Tokenize."""
-    if isinstance(prompt, Infill):
-        infill = prompt_pb2.InfillPrompt(prefix=prompt.prefix, suffix=prompt.suffix)
-        return inference.TokenizeRequest(model=model, infill=infill, tools=tool_protos(tools_of(tools)))
-    if isinstance(prompt, str):
-        return inference.TokenizeRequest(model=model, text=prompt)
-    chat = chat_proto(messages_of(prompt))
-    shown = tool_protos(tools_of(tools or _own_tools(prompt)))
-    return inference.TokenizeRequest(model=model, chat=chat, tools=shown)
+    options: PromptOptions = {"tools": tools} if tools else {}
+    return inference.TokenizeRequest(model=model, prompt=_prompt_proto(prompt, options))
+
+
+def watch_request(interval_s: float | None) -> server_service_pb2.WatchStatsRequest:
+    """Return the message of WatchStats; None is the server's interval."""
+    request = server_service_pb2.WatchStatsRequest()
+    if interval_s is not None:
+        request.interval.FromNanoseconds(round(interval_s * 1e9))
+    return request
 
 
 def timeout_of(options: PromptOptions, *, default_s: float | None) -> float | None:

@@ -142,8 +142,8 @@ class Reply(Completion):
     reuse_limit: str
     request_id: str
     model: str
-    create_time: datetime.datetime
-    """When the request reached the server, by its clock, in UTC."""
+    receive_time: datetime.datetime
+    """When the server received the request, by its clock, in UTC."""
     system_fingerprint: str
     """Changes when the same request may give another output."""
     unenforced_keywords: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class Started:
     cached_tokens: int
     reuse_limit: str
     seed: int
-    create_time: datetime.datetime
+    receive_time: datetime.datetime
     system_fingerprint: str
     max_output_tokens: int = 0
     """What was asked for, or less where the server's limit or the context is less; 0 of an older server."""
@@ -185,7 +185,7 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
         reuse_limit=reuse_limit_name(response.cache),
         request_id=response.request_id,
         model=response.model,
-        create_time=response.create_time.ToDatetime(datetime.UTC),
+        receive_time=response.receive_time.ToDatetime(datetime.UTC),
         system_fingerprint=response.system_fingerprint,
         unenforced_keywords=tuple(response.unenforced_keywords),
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
@@ -199,7 +199,7 @@ def reply_of(
     reuse_limit: str,
     request_id: str,
     model: str,
-    create_time: datetime.datetime,
+    receive_time: datetime.datetime,
     system_fingerprint: str,
     unenforced_keywords: tuple[str, ...],
     prompt_logprobs: tuple[TokenLogprobs, ...],
@@ -210,7 +210,7 @@ def reply_of(
         reuse_limit=reuse_limit,
         request_id=request_id,
         model=model,
-        create_time=create_time,
+        receive_time=receive_time,
         system_fingerprint=system_fingerprint,
         unenforced_keywords=unenforced_keywords,
         prompt_logprobs=prompt_logprobs,
@@ -223,7 +223,7 @@ def _completion(output: inference.GenerateResponse | completion_pb2.Completion) 
         text=output.text,
         token_ids=tuple(output.token_ids),
         finish_reason=finish_reason_of(output.finish_reason),
-        stop_string=output.stop_string if output.HasField("stop_string") else None,
+        stop_string=output.stop_string or None,
         usage=usage_from(output.usage),
         seed=output.seed,
         reasoning=output.reasoning,
@@ -250,7 +250,7 @@ def started_from(started: inference.Started) -> Started:
         cached_tokens=started.cache.cached_tokens,
         reuse_limit=reuse_limit_name(started.cache),
         seed=started.seed,
-        create_time=started.create_time.ToDatetime(datetime.UTC),
+        receive_time=started.receive_time.ToDatetime(datetime.UTC),
         system_fingerprint=started.system_fingerprint,
         max_output_tokens=started.max_output_tokens,
         unenforced_keywords=tuple(started.unenforced_keywords),

@@ -23,18 +23,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// A loaded adapter: a small difference to the model's weights, which requests choose by name.
+// A loaded adapter: small weights added to the model's own, which requests choose by name.
 type Adapter struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The name callers use in `adapter`.
+	// The name that requests use in `adapter`.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// How it was trained: "lora", "dora" or "full".
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
-	// Identity of all that it computes, in hex. It is part of the identity of KV.
+	// Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
 	// Number of its weights.
 	ParameterCount int64 `protobuf:"varint,4,opt,name=parameter_count,json=parameterCount,proto3" json:"parameter_count,omitempty"`
-	// Bytes it takes in memory beside the model's weights, which it shares.
+	// Bytes it takes in memory in addition to the model's weights.
 	WeightBytes   int64 `protobuf:"varint,5,opt,name=weight_bytes,json=weightBytes,proto3" json:"weight_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -23,15 +23,15 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Which ways the prefix cache may be used. The output is the same with each of them.
+// How a request uses the prefix cache. The output is the same with each of them.
 type CacheUse int32
 
 const (
 	// Same as CACHE_USE_READ_WRITE.
 	CacheUse_CACHE_USE_UNSPECIFIED CacheUse = 0
-	// Reuse what is known and keep what is computed.
+	// Reuse what is cached and keep what is computed.
 	CacheUse_CACHE_USE_READ_WRITE CacheUse = 1
-	// Reuse what is known, keep nothing.
+	// Reuse what is cached, keep nothing.
 	CacheUse_CACHE_USE_READ_ONLY CacheUse = 2
 	// Compute everything and keep it.
 	CacheUse_CACHE_USE_WRITE_ONLY CacheUse = 3
@@ -84,23 +84,23 @@ func (CacheUse) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_cache_policy_proto_rawDescGZIP(), []int{0}
 }
 
-// What a request may do with the prefix cache, and whom it shares it with.
+// How a request uses the prefix cache, and with whom it shares cached blocks.
 type CachePolicy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Absent: read and write.
+	// How the cache is used. Default: read and write.
 	Use CacheUse `protobuf:"varint,1,opt,name=use,proto3,enum=icehouse.v1.CacheUse" json:"use,omitempty"`
-	// Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-	// it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-	// are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-	// with TENANT_FORBIDDEN unless an operator says it.
+	// The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+	// it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+	// another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+	// Default: the default tenant, or that of the credentials.
 	Tenant string `protobuf:"bytes,2,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	// A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-	// that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-	// so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-	// there with Warm, as that tenant. Where callers prove who they are, the server's setting
-	// `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-	// otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-	// Absent: its own tenant's prompts alone.
+	// Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+	// that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+	// so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+	// with Warm, as that other tenant. For authenticated callers the server's setting
+	// `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+	// SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+	// Default: only its own tenant's prompts.
 	SharedPrefixName string `protobuf:"bytes,3,opt,name=shared_prefix_name,json=sharedPrefixName,proto3" json:"shared_prefix_name,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache

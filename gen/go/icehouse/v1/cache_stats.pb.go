@@ -47,7 +47,7 @@ const (
 	SpillDropCause_SPILL_DROP_CAUSE_DUPLICATE SpillDropCause = 7
 	// The shutdown deadline passed.
 	SpillDropCause_SPILL_DROP_CAUSE_SHUTDOWN SpillDropCause = 8
-	// The tenant's share of the SSD was full of blocks that may not go.
+	// The tenant's share of the SSD was full of blocks that may not be evicted.
 	SpillDropCause_SPILL_DROP_CAUSE_TENANT_SHARE SpillDropCause = 9
 )
 
@@ -111,23 +111,23 @@ type CacheStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Tokens of a full block.
 	BlockTokens int32 `protobuf:"varint,1,opt,name=block_tokens,json=blockTokens,proto3" json:"block_tokens,omitempty"`
-	// Why this model's prompts cannot be kept. Absent: they can.
+	// Why this model's prompts cannot be cached. Empty: they can.
 	UnsupportedDetail string `protobuf:"bytes,2,opt,name=unsupported_detail,json=unsupportedDetail,proto3" json:"unsupported_detail,omitempty"`
 	// Blocks in RAM.
 	Ram *CacheTierStats `protobuf:"bytes,3,opt,name=ram,proto3" json:"ram,omitempty"`
-	// Blocks on SSD. Absent: no SSD tier.
+	// Blocks on SSD. Not set: no SSD tier.
 	Ssd *CacheTierStats `protobuf:"bytes,4,opt,name=ssd,proto3" json:"ssd,omitempty"`
-	// How prompts fared.
+	// Results of lookups.
 	Lookups *CacheLookupStats `protobuf:"bytes,5,opt,name=lookups,proto3" json:"lookups,omitempty"`
 	// From RAM to SSD.
 	Spill *CacheSpillStats `protobuf:"bytes,6,opt,name=spill,proto3" json:"spill,omitempty"`
 	// From SSD to use.
 	Promote *CachePromoteStats `protobuf:"bytes,7,opt,name=promote,proto3" json:"promote,omitempty"`
-	// What was found damaged.
+	// Damage that was found.
 	Integrity *CacheIntegrityStats `protobuf:"bytes,8,opt,name=integrity,proto3" json:"integrity,omitempty"`
-	// The SSD tier's directory. Absent: no SSD tier.
+	// The SSD tier's directory. Not set: no SSD tier.
 	Disk *CacheDiskStats `protobuf:"bytes,9,opt,name=disk,proto3" json:"disk,omitempty"`
-	// What was repaired at the last start. Absent: no SSD tier.
+	// What was repaired at the last start. Not set: no SSD tier.
 	LastReconcile *CacheReconcileReport `protobuf:"bytes,10,opt,name=last_reconcile,json=lastReconcile,proto3" json:"last_reconcile,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -236,23 +236,23 @@ func (x *CacheStats) GetLastReconcile() *CacheReconcileReport {
 // One tier.
 type CacheTierStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blocks, tails included.
+	// Blocks, including tails.
 	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// Of these, blocks with fewer tokens than a full one.
 	TailCount int64 `protobuf:"varint,2,opt,name=tail_count,json=tailCount,proto3" json:"tail_count,omitempty"`
-	// Of these, blocks that policy may not evict.
+	// Of these, pinned blocks, which policy does not evict.
 	PinnedBlockCount int64 `protobuf:"varint,3,opt,name=pinned_block_count,json=pinnedBlockCount,proto3" json:"pinned_block_count,omitempty"`
 	// Tokens of these blocks.
 	TokenCount int64 `protobuf:"varint,4,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	// Bytes of these blocks.
 	SizeBytes int64 `protobuf:"varint,5,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
-	// Most bytes.
+	// Maximum bytes.
 	LimitBytes int64 `protobuf:"varint,6,opt,name=limit_bytes,json=limitBytes,proto3" json:"limit_bytes,omitempty"`
 	// Blocks evicted by policy.
 	EvictedBlockTotal int64 `protobuf:"varint,7,opt,name=evicted_block_total,json=evictedBlockTotal,proto3" json:"evicted_block_total,omitempty"`
 	// Bytes of the evicted blocks.
 	EvictedByteTotal int64 `protobuf:"varint,8,opt,name=evicted_byte_total,json=evictedByteTotal,proto3" json:"evicted_byte_total,omitempty"`
-	// Blocks removed by order (Evict, `icehouse cache purge`).
+	// Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
 	PurgedBlockTotal int64 `protobuf:"varint,9,opt,name=purged_block_total,json=purgedBlockTotal,proto3" json:"purged_block_total,omitempty"`
 	// How long ago its blocks were last used.
 	Age           *AgePercentiles `protobuf:"bytes,10,opt,name=age,proto3" json:"age,omitempty"`
@@ -424,7 +424,7 @@ func (x *AgePercentiles) GetP99() *durationpb.Duration {
 	return nil
 }
 
-// How prompts fared when they were looked up.
+// Results of looking prompts up.
 type CacheLookupStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Prompts looked up.
@@ -437,7 +437,7 @@ type CacheLookupStats struct {
 	SsdTokenTotal int64 `protobuf:"varint,4,opt,name=ssd_token_total,json=ssdTokenTotal,proto3" json:"ssd_token_total,omitempty"`
 	// Prompt tokens not reused.
 	MissTokenTotal int64 `protobuf:"varint,5,opt,name=miss_token_total,json=missTokenTotal,proto3" json:"miss_token_total,omitempty"`
-	// The same by reason; reasons that never occurred are left out.
+	// The same by reason, without reasons that never occurred.
 	MissTokens    []*CacheMissTokens `protobuf:"bytes,6,rep,name=miss_tokens,json=missTokens,proto3" json:"miss_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -630,23 +630,23 @@ type CacheSpillStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// When blocks are spilled: "on_evict", "write_behind" or "off".
 	Policy string `protobuf:"bytes,1,opt,name=policy,proto3" json:"policy,omitempty"`
-	// Blocks that got credit in the write queue.
+	// Blocks accepted into the write queue.
 	AcceptedBlockTotal int64 `protobuf:"varint,2,opt,name=accepted_block_total,json=acceptedBlockTotal,proto3" json:"accepted_block_total,omitempty"`
 	// Blocks committed: file and row are there.
 	PersistedBlockTotal int64 `protobuf:"varint,3,opt,name=persisted_block_total,json=persistedBlockTotal,proto3" json:"persisted_block_total,omitempty"`
 	// Bytes of the committed files.
 	PersistedByteTotal int64 `protobuf:"varint,4,opt,name=persisted_byte_total,json=persistedByteTotal,proto3" json:"persisted_byte_total,omitempty"`
-	// Blocks dropped, by cause; causes that never occurred are left out.
+	// Blocks dropped, by cause, without causes that never occurred.
 	Drops []*SpillDrops `protobuf:"bytes,5,rep,name=drops,proto3" json:"drops,omitempty"`
 	// Blocks in the write queue.
 	QueueCount int64 `protobuf:"varint,6,opt,name=queue_count,json=queueCount,proto3" json:"queue_count,omitempty"`
 	// Bytes in the write queue.
 	QueueBytes int64 `protobuf:"varint,7,opt,name=queue_bytes,json=queueBytes,proto3" json:"queue_bytes,omitempty"`
-	// Most bytes in the write queue.
+	// Maximum bytes in the write queue.
 	QueueLimitBytes int64 `protobuf:"varint,8,opt,name=queue_limit_bytes,json=queueLimitBytes,proto3" json:"queue_limit_bytes,omitempty"`
 	// Bytes written since midnight UTC.
 	WrittenTodayBytes int64 `protobuf:"varint,9,opt,name=written_today_bytes,json=writtenTodayBytes,proto3" json:"written_today_bytes,omitempty"`
-	// Most of them. 0: no limit.
+	// Maximum bytes written a day. 0: no limit.
 	DailyLimitBytes int64 `protobuf:"varint,10,opt,name=daily_limit_bytes,json=dailyLimitBytes,proto3" json:"daily_limit_bytes,omitempty"`
 	// Bytes written per second, a moving average.
 	WriteBytesPerSecond float64 `protobuf:"fixed64,11,opt,name=write_bytes_per_second,json=writeBytesPerSecond,proto3" json:"write_bytes_per_second,omitempty"`
@@ -764,9 +764,9 @@ func (x *CacheSpillStats) GetWriteBytesPerSecond() float64 {
 // From SSD to use.
 type CachePromoteStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Loads asked of the SSD tier.
+	// Loads requested from the SSD tier.
 	LoadTotal int64 `protobuf:"varint,1,opt,name=load_total,json=loadTotal,proto3" json:"load_total,omitempty"`
-	// Of these, loads that failed wholly or in part.
+	// Of these, loads that failed completely or in part.
 	FailedLoadTotal int64 `protobuf:"varint,2,opt,name=failed_load_total,json=failedLoadTotal,proto3" json:"failed_load_total,omitempty"`
 	// Blocks rebuilt for use.
 	PromotedBlockTotal int64 `protobuf:"varint,3,opt,name=promoted_block_total,json=promotedBlockTotal,proto3" json:"promoted_block_total,omitempty"`
@@ -776,17 +776,17 @@ type CachePromoteStats struct {
 	ReadByteTotal int64 `protobuf:"varint,5,opt,name=read_byte_total,json=readByteTotal,proto3" json:"read_byte_total,omitempty"`
 	// Loads waiting or running.
 	QueueCount int64 `protobuf:"varint,6,opt,name=queue_count,json=queueCount,proto3" json:"queue_count,omitempty"`
-	// Most of them.
+	// Maximum loads waiting or running.
 	QueueLimit int64 `protobuf:"varint,7,opt,name=queue_limit,json=queueLimit,proto3" json:"queue_limit,omitempty"`
 	// Bytes read and verified per second, a moving average.
 	ReadBytesPerSecond float64 `protobuf:"fixed64,8,opt,name=read_bytes_per_second,json=readBytesPerSecond,proto3" json:"read_bytes_per_second,omitempty"`
 	// Tokens restored from SSD per second, a moving average.
 	RestoreTokensPerSecond float64 `protobuf:"fixed64,9,opt,name=restore_tokens_per_second,json=restoreTokensPerSecond,proto3" json:"restore_tokens_per_second,omitempty"`
-	// Tokens prefilled per second, the average that restoring is weighed against.
+	// Tokens prefilled per second, the average that restoring is compared with.
 	RecomputeTokensPerSecond float64 `protobuf:"fixed64,10,opt,name=recompute_tokens_per_second,json=recomputeTokensPerSecond,proto3" json:"recompute_tokens_per_second,omitempty"`
 	// Lookups in which prefilling was predicted to be faster.
 	RecomputeChosenTotal int64 `protobuf:"varint,11,opt,name=recompute_chosen_total,json=recomputeChosenTotal,proto3" json:"recompute_chosen_total,omitempty"`
-	// Restores that failed although their blocks had been read: the blocks did not make a cache. The
+	// Restores that failed although their blocks had been read: no valid cache could be built from them. The
 	// requests were prefilled instead, and the blocks are not used again.
 	FailedRestoreTotal int64 `protobuf:"varint,12,opt,name=failed_restore_total,json=failedRestoreTotal,proto3" json:"failed_restore_total,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -907,7 +907,7 @@ func (x *CachePromoteStats) GetFailedRestoreTotal() int64 {
 	return 0
 }
 
-// What was found damaged. Damage is a miss, never an error of the request.
+// Damage that was found. A damaged block is a cache miss, never an error of a request.
 type CacheIntegrityStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Blocks whose checksums were verified.
@@ -922,10 +922,10 @@ type CacheIntegrityStats struct {
 	QuarantinedFileCount int64 `protobuf:"varint,5,opt,name=quarantined_file_count,json=quarantinedFileCount,proto3" json:"quarantined_file_count,omitempty"`
 	// Bytes in quarantine.
 	QuarantinedBytes int64 `protobuf:"varint,6,opt,name=quarantined_bytes,json=quarantinedBytes,proto3" json:"quarantined_bytes,omitempty"`
-	// Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+	// Encrypted blocks whose authentication tag did not match: they were modified or replaced.
 	SealFailureTotal int64 `protobuf:"varint,7,opt,name=seal_failure_total,json=sealFailureTotal,proto3" json:"seal_failure_total,omitempty"`
 	// Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-	// leave it to make room; this only grows.
+	// are deleted to make room; this only grows.
 	QuarantinedBlockTotal int64 `protobuf:"varint,8,opt,name=quarantined_block_total,json=quarantinedBlockTotal,proto3" json:"quarantined_block_total,omitempty"`
 	unknownFields         protoimpl.UnknownFields
 	sizeCache             protoimpl.SizeCache
@@ -1024,7 +1024,7 @@ type CacheDiskStats struct {
 	UsedBytes int64 `protobuf:"varint,1,opt,name=used_bytes,json=usedBytes,proto3" json:"used_bytes,omitempty"`
 	// Of these, bytes of the manifest.
 	ManifestBytes int64 `protobuf:"varint,2,opt,name=manifest_bytes,json=manifestBytes,proto3" json:"manifest_bytes,omitempty"`
-	// Most bytes.
+	// Maximum bytes.
 	LimitBytes int64 `protobuf:"varint,3,opt,name=limit_bytes,json=limitBytes,proto3" json:"limit_bytes,omitempty"`
 	// Free bytes of the file system.
 	FreeBytes int64 `protobuf:"varint,4,opt,name=free_bytes,json=freeBytes,proto3" json:"free_bytes,omitempty"`
@@ -1032,12 +1032,12 @@ type CacheDiskStats struct {
 	FreeFloorBytes int64 `protobuf:"varint,5,opt,name=free_floor_bytes,json=freeFloorBytes,proto3" json:"free_floor_bytes,omitempty"`
 	// Blocks written by models with another fingerprint. They age out within the same limit.
 	OtherModelBlockCount int64 `protobuf:"varint,6,opt,name=other_model_block_count,json=otherModelBlockCount,proto3" json:"other_model_block_count,omitempty"`
-	// Why nothing is written at present. Absent: writing works.
+	// Why nothing is written at present. Empty: writing works.
 	WritesOffDetail string `protobuf:"bytes,7,opt,name=writes_off_detail,json=writesOffDetail,proto3" json:"writes_off_detail,omitempty"`
-	// Whether blocks are encrypted on their way to it.
+	// Whether blocks are encrypted.
 	Encrypted bool `protobuf:"varint,8,opt,name=encrypted,proto3" json:"encrypted,omitempty"`
-	// What the disk does not answer at present: reads that do not return, or a directory that cannot be
-	// opened or written. Prompts are computed meanwhile. Absent: it answers.
+	// What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+	// opened or written. Prompts are computed meanwhile. Empty: it responds.
 	HangDetail    string `protobuf:"bytes,9,opt,name=hang_detail,json=hangDetail,proto3" json:"hang_detail,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1139,21 +1139,21 @@ func (x *CacheDiskStats) GetHangDetail() string {
 // What was found and repaired when the directory was opened.
 type CacheReconcileReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// When.
+	// When the directory was opened.
 	ReconcileTime *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=reconcile_time,json=reconcileTime,proto3" json:"reconcile_time,omitempty"`
 	// How long it took.
 	Duration *durationpb.Duration `protobuf:"bytes,2,opt,name=duration,proto3" json:"duration,omitempty"`
-	// Whether the last stop was clean, so that files were not walked one by one.
+	// Whether the last stop was clean, so that files were not checked one by one.
 	Clean bool `protobuf:"varint,3,opt,name=clean,proto3" json:"clean,omitempty"`
 	// Whether the manifest was missing or corrupt and was rebuilt from the files.
 	ManifestRebuilt bool `protobuf:"varint,4,opt,name=manifest_rebuilt,json=manifestRebuilt,proto3" json:"manifest_rebuilt,omitempty"`
-	// Block files looked at.
+	// Block files checked.
 	FileCount int64 `protobuf:"varint,5,opt,name=file_count,json=fileCount,proto3" json:"file_count,omitempty"`
-	// Rows looked at.
+	// Rows checked.
 	RowCount int64 `protobuf:"varint,6,opt,name=row_count,json=rowCount,proto3" json:"row_count,omitempty"`
 	// Partial files deleted.
 	PartialDeletedCount int64 `protobuf:"varint,7,opt,name=partial_deleted_count,json=partialDeletedCount,proto3" json:"partial_deleted_count,omitempty"`
-	// Complete files without a row, taken in.
+	// Complete files without a row, adopted.
 	AdoptedCount int64 `protobuf:"varint,8,opt,name=adopted_count,json=adoptedCount,proto3" json:"adopted_count,omitempty"`
 	// Files put into quarantine.
 	QuarantinedCount int64 `protobuf:"varint,9,opt,name=quarantined_count,json=quarantinedCount,proto3" json:"quarantined_count,omitempty"`
@@ -1161,18 +1161,18 @@ type CacheReconcileReport struct {
 	RowDeletedCount int64 `protobuf:"varint,10,opt,name=row_deleted_count,json=rowDeletedCount,proto3" json:"row_deleted_count,omitempty"`
 	// Files of another layout version, deleted.
 	OtherLayoutDeletedCount int64 `protobuf:"varint,11,opt,name=other_layout_deleted_count,json=otherLayoutDeletedCount,proto3" json:"other_layout_deleted_count,omitempty"`
-	// Files that this software did not name, left alone.
+	// Files with unknown names, left alone.
 	UnknownFileCount int64 `protobuf:"varint,12,opt,name=unknown_file_count,json=unknownFileCount,proto3" json:"unknown_file_count,omitempty"`
 	// Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-	// were brought up to date.
+	// were updated.
 	RestampedCount int64 `protobuf:"varint,13,opt,name=restamped_count,json=restampedCount,proto3" json:"restamped_count,omitempty"`
-	// Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+	// Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
 	// removes them.
 	UnencryptedBlockCount int64 `protobuf:"varint,14,opt,name=unencrypted_block_count,json=unencryptedBlockCount,proto3" json:"unencrypted_block_count,omitempty"`
-	// Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-	// such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-	// found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-	// Empty when the model had blocks.
+	// Why the model's earlier blocks are not used: the modules whose code has changed since,
+	// such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+	// are found again with that code. "unrecorded" where they are from a version that did not record code.
+	// Empty where the model had usable blocks.
 	ChangedCode   []string `protobuf:"bytes,15,rep,name=changed_code,json=changedCode,proto3" json:"changed_code,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

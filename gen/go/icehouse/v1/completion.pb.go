@@ -23,35 +23,35 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// One complete output. Every field is what GenerateResponse says of it.
+// One complete output. Its fields are those of GenerateResponse.
 type Completion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its place among the request's completions, from 0.
+	// Its index among the request's completions, from 0.
 	Index int32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
 	// The generated text.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// The generated tokens.
 	TokenIds []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Why it ended.
+	// Why the output ended.
 	FinishReason FinishReason `protobuf:"varint,4,opt,name=finish_reason,json=finishReason,proto3,enum=icehouse.v1.FinishReason" json:"finish_reason,omitempty"`
-	// The stop string that ended it. Absent: it ended otherwise.
-	StopString *string `protobuf:"bytes,5,opt,name=stop_string,json=stopString,proto3,oneof" json:"stop_string,omitempty"`
-	// What it cost by itself. The prompt counts in each completion, reused or not.
-	Usage *Usage `protobuf:"bytes,6,opt,name=usage,proto3" json:"usage,omitempty"`
-	// What was reused of the prompt: by completions behind the first one mostly what the first computed.
-	Cache *CacheReport `protobuf:"bytes,7,opt,name=cache,proto3" json:"cache,omitempty"`
+	// The stop string that ended the output. Empty: it ended otherwise.
+	StopString string `protobuf:"bytes,5,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
+	// The token that ended the output. Not set: it ended otherwise.
+	StopTokenId *int32 `protobuf:"varint,6,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	// What this output cost. The prompt counts in each completion, reused or not.
+	Usage *Usage `protobuf:"bytes,7,opt,name=usage,proto3" json:"usage,omitempty"`
+	// What was reused of the prompt: in completions after the first one mostly what the first one computed.
+	Cache *CacheReport `protobuf:"bytes,8,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The seed that was used: the first completion's plus `index`, modulo 2^64.
-	Seed uint64 `protobuf:"varint,8,opt,name=seed,proto3" json:"seed,omitempty"`
-	// The calls that the model made, in order. Absent: none.
-	ToolCalls []*ToolCall `protobuf:"bytes,9,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
-	// What the model thought before it spoke. Absent: none.
-	Reasoning string `protobuf:"bytes,10,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// One for each of `token_ids`. Absent: not asked for.
-	Logprobs []*TokenLogprobs `protobuf:"bytes,11,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,12,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
-	// The token that ended it. Absent: it ended otherwise.
-	StopTokenId   *int32 `protobuf:"varint,13,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	Seed uint64 `protobuf:"varint,9,opt,name=seed,proto3" json:"seed,omitempty"`
+	// The calls that the model made, in order.
+	ToolCalls []*ToolCall `protobuf:"bytes,10,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// Parts of `text` that began as tool calls and cannot be parsed.
+	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,11,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
+	// The model's reasoning before its answer. Empty: none.
+	Reasoning string `protobuf:"bytes,12,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// One for each of `token_ids`. Empty: not requested.
+	Logprobs      []*TokenLogprobs `protobuf:"bytes,13,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -115,10 +115,17 @@ func (x *Completion) GetFinishReason() FinishReason {
 }
 
 func (x *Completion) GetStopString() string {
-	if x != nil && x.StopString != nil {
-		return *x.StopString
+	if x != nil {
+		return x.StopString
 	}
 	return ""
+}
+
+func (x *Completion) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
 }
 
 func (x *Completion) GetUsage() *Usage {
@@ -149,6 +156,13 @@ func (x *Completion) GetToolCalls() []*ToolCall {
 	return nil
 }
 
+func (x *Completion) GetMalformedToolCalls() []*MalformedToolCall {
+	if x != nil {
+		return x.MalformedToolCalls
+	}
+	return nil
+}
+
 func (x *Completion) GetReasoning() string {
 	if x != nil {
 		return x.Reasoning
@@ -163,44 +177,29 @@ func (x *Completion) GetLogprobs() []*TokenLogprobs {
 	return nil
 }
 
-func (x *Completion) GetMalformedToolCalls() []*MalformedToolCall {
-	if x != nil {
-		return x.MalformedToolCalls
-	}
-	return nil
-}
-
-func (x *Completion) GetStopTokenId() int32 {
-	if x != nil && x.StopTokenId != nil {
-		return *x.StopTokenId
-	}
-	return 0
-}
-
 var File_icehouse_v1_completion_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_completion_proto_rawDesc = "" +
 	"\n" +
-	"\x1cicehouse/v1/completion.proto\x12\vicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xd0\x04\n" +
+	"\x1cicehouse/v1/completion.proto\x12\vicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xbb\x04\n" +
 	"\n" +
 	"Completion\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\x05R\x05index\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\x12>\n" +
-	"\rfinish_reason\x18\x04 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
-	"\vstop_string\x18\x05 \x01(\tH\x00R\n" +
-	"stopString\x88\x01\x01\x12(\n" +
-	"\x05usage\x18\x06 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12.\n" +
-	"\x05cache\x18\a \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12\x12\n" +
-	"\x04seed\x18\b \x01(\x04R\x04seed\x124\n" +
+	"\rfinish_reason\x18\x04 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12\x1f\n" +
+	"\vstop_string\x18\x05 \x01(\tR\n" +
+	"stopString\x12'\n" +
+	"\rstop_token_id\x18\x06 \x01(\x05H\x00R\vstopTokenId\x88\x01\x01\x12(\n" +
+	"\x05usage\x18\a \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12.\n" +
+	"\x05cache\x18\b \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12\x12\n" +
+	"\x04seed\x18\t \x01(\x04R\x04seed\x124\n" +
 	"\n" +
-	"tool_calls\x18\t \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12\x1c\n" +
-	"\treasoning\x18\n" +
-	" \x01(\tR\treasoning\x126\n" +
-	"\blogprobs\x18\v \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12P\n" +
-	"\x14malformed_tool_calls\x18\f \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCalls\x12'\n" +
-	"\rstop_token_id\x18\r \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
-	"\f_stop_stringB\x10\n" +
+	"tool_calls\x18\n" +
+	" \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12P\n" +
+	"\x14malformed_tool_calls\x18\v \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCalls\x12\x1c\n" +
+	"\treasoning\x18\f \x01(\tR\treasoning\x126\n" +
+	"\blogprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobsB\x10\n" +
 	"\x0e_stop_token_idB<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
@@ -223,16 +222,16 @@ var file_icehouse_v1_completion_proto_goTypes = []any{
 	(*Usage)(nil),             // 2: icehouse.v1.Usage
 	(*CacheReport)(nil),       // 3: icehouse.v1.CacheReport
 	(*ToolCall)(nil),          // 4: icehouse.v1.ToolCall
-	(*TokenLogprobs)(nil),     // 5: icehouse.v1.TokenLogprobs
-	(*MalformedToolCall)(nil), // 6: icehouse.v1.MalformedToolCall
+	(*MalformedToolCall)(nil), // 5: icehouse.v1.MalformedToolCall
+	(*TokenLogprobs)(nil),     // 6: icehouse.v1.TokenLogprobs
 }
 var file_icehouse_v1_completion_proto_depIdxs = []int32{
 	1, // 0: icehouse.v1.Completion.finish_reason:type_name -> icehouse.v1.FinishReason
 	2, // 1: icehouse.v1.Completion.usage:type_name -> icehouse.v1.Usage
 	3, // 2: icehouse.v1.Completion.cache:type_name -> icehouse.v1.CacheReport
 	4, // 3: icehouse.v1.Completion.tool_calls:type_name -> icehouse.v1.ToolCall
-	5, // 4: icehouse.v1.Completion.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	6, // 5: icehouse.v1.Completion.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	5, // 4: icehouse.v1.Completion.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	6, // 5: icehouse.v1.Completion.logprobs:type_name -> icehouse.v1.TokenLogprobs
 	6, // [6:6] is the sub-list for method output_type
 	6, // [6:6] is the sub-list for method input_type
 	6, // [6:6] is the sub-list for extension type_name

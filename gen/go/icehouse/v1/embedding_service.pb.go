@@ -28,11 +28,11 @@ const (
 type Pooling int32
 
 const (
-	// Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for.
+	// Same as POOLING_LAST_TOKEN, which causal models are trained for.
 	Pooling_POOLING_UNSPECIFIED Pooling = 0
-	// The last token's: the only one that has seen the whole input.
+	// That of the last token, the only one that attends to the whole input.
 	Pooling_POOLING_LAST_TOKEN Pooling = 1
-	// The mean of all tokens'.
+	// The mean over all tokens.
 	Pooling_POOLING_MEAN Pooling = 2
 )
 
@@ -80,24 +80,24 @@ func (Pooling) EnumDescriptor() ([]byte, []int) {
 // Inputs to embed.
 type EmbedRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's name for this request, as for Generate. Absent: one is made.
+	// The caller's name for this request, as for Generate. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+	// What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
 	Inputs []*EmbedInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
-	// How to pool. Absent: the last token.
+	// How to pool. Default: the last token.
 	Pooling Pooling `protobuf:"varint,4,opt,name=pooling,proto3,enum=icehouse.v1.Pooling" json:"pooling,omitempty"`
 	// Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-	// Absent: yes.
+	// Default: true.
 	Normalize *bool `protobuf:"varint,5,opt,name=normalize,proto3,oneof" json:"normalize,omitempty"`
-	// Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-	// these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+	// Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+	// representations. Truncated before normalizing. Default: all.
 	Dimensions int32 `protobuf:"varint,6,opt,name=dimensions,proto3" json:"dimensions,omitempty"`
-	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
-	// The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
-	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
+	Adapter       string `protobuf:"bytes,8,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -264,7 +264,7 @@ type isEmbedInput_Input interface {
 
 type EmbedInput_Text struct {
 	// Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-	// the model was trained with is a part of it.
+	// the model was trained with is part of the text.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
 }
 
@@ -280,7 +280,7 @@ func (*EmbedInput_Tokens) isEmbedInput_Input() {}
 // The vectors.
 type EmbedResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's request id, or the one made for it.
+	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The model that answered.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
@@ -288,7 +288,7 @@ type EmbedResponse struct {
 	Embeddings []*Embedding `protobuf:"bytes,3,rep,name=embeddings,proto3" json:"embeddings,omitempty"`
 	// Tokens of all inputs.
 	PromptTokens int32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
-	// From arrival to the last vector.
+	// From the receipt of the request to the last vector.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,5,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -430,7 +430,7 @@ const file_icehouse_v1_embedding_service_proto_rawDesc = "" +
 	"dimensions\x18\x06 \x01(\x05R\n" +
 	"dimensions\x12\x1a\n" +
 	"\bpriority\x18\a \x01(\x05R\bpriority\x12\x18\n" +
-	"\aadapter\x18\x11 \x01(\tR\aadapterB\f\n" +
+	"\aadapter\x18\b \x01(\tR\aadapterB\f\n" +
 	"\n" +
 	"_normalize\"_\n" +
 	"\n" +

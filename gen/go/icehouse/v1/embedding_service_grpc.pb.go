@@ -31,9 +31,9 @@ const (
 // Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
 // details as InferenceService's do.
 type EmbeddingServiceClient interface {
-	// Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-	// all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-	// hidden states; else the refusals of InferenceService.Generate.
+	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+	// hidden states; otherwise the errors of InferenceService.Generate.
 	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
 }
 
@@ -62,9 +62,9 @@ func (c *embeddingServiceClient) Embed(ctx context.Context, in *EmbedRequest, op
 // Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
 // details as InferenceService's do.
 type EmbeddingServiceServer interface {
-	// Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-	// all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-	// hidden states; else the refusals of InferenceService.Generate.
+	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+	// hidden states; otherwise the errors of InferenceService.Generate.
 	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
 	mustEmbedUnimplementedEmbeddingServiceServer()
 }

@@ -24,18 +24,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The engine's counters. `*_count` are now, `*_total` since start.
+// The engine's counters. `*_count` and `*_bytes` are current values, `*_total` are counted since the start.
 type EngineStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Since the engine started.
+	// Time since the engine started.
 	Uptime *durationpb.Duration `protobuf:"bytes,1,opt,name=uptime,proto3" json:"uptime,omitempty"`
 	// Messages waiting for the inference thread.
 	MailboxCount int64 `protobuf:"varint,2,opt,name=mailbox_count,json=mailboxCount,proto3" json:"mailbox_count,omitempty"`
-	// Most of them.
+	// Maximum of `mailbox_count`.
 	MailboxLimit int64 `protobuf:"varint,3,opt,name=mailbox_limit,json=mailboxLimit,proto3" json:"mailbox_limit,omitempty"`
 	// Accepted requests that have not begun.
 	WaitingCount int64 `protobuf:"varint,4,opt,name=waiting_count,json=waitingCount,proto3" json:"waiting_count,omitempty"`
-	// Most of them; beyond it requests are refused with QUEUE_FULL.
+	// Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
 	WaitingLimit int64 `protobuf:"varint,5,opt,name=waiting_limit,json=waitingLimit,proto3" json:"waiting_limit,omitempty"`
 	// Requests waiting for blocks from SSD.
 	LoadingCount int64 `protobuf:"varint,6,opt,name=loading_count,json=loadingCount,proto3" json:"loading_count,omitempty"`
@@ -43,27 +43,27 @@ type EngineStats struct {
 	PrefillingCount int64 `protobuf:"varint,7,opt,name=prefilling_count,json=prefillingCount,proto3" json:"prefilling_count,omitempty"`
 	// Requests in the decode batch.
 	DecodingCount int64 `protobuf:"varint,8,opt,name=decoding_count,json=decodingCount,proto3" json:"decoding_count,omitempty"`
-	// Most of them.
+	// Maximum of `decoding_count`.
 	DecodingLimit int64 `protobuf:"varint,9,opt,name=decoding_limit,json=decodingLimit,proto3" json:"decoding_limit,omitempty"`
 	// Steps of the engine loop.
 	StepTotal int64 `protobuf:"varint,10,opt,name=step_total,json=stepTotal,proto3" json:"step_total,omitempty"`
-	// Median time of a decode step, over a recent window.
-	DecodeStepP50 *durationpb.Duration `protobuf:"bytes,11,opt,name=decode_step_p50,json=decodeStepP50,proto3" json:"decode_step_p50,omitempty"`
+	// Median duration of a decode step, over a recent window.
+	DecodeStepDurationP50 *durationpb.Duration `protobuf:"bytes,11,opt,name=decode_step_duration_p50,json=decodeStepDurationP50,proto3" json:"decode_step_duration_p50,omitempty"`
 	// 99th percentile of the same.
-	DecodeStepP99 *durationpb.Duration `protobuf:"bytes,12,opt,name=decode_step_p99,json=decodeStepP99,proto3" json:"decode_step_p99,omitempty"`
+	DecodeStepDurationP99 *durationpb.Duration `protobuf:"bytes,12,opt,name=decode_step_duration_p99,json=decodeStepDurationP99,proto3" json:"decode_step_duration_p99,omitempty"`
 	// Prompt tokens computed per second, over a recent window.
 	PrefillTokensPerSecond float64 `protobuf:"fixed64,13,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3" json:"prefill_tokens_per_second,omitempty"`
-	// Requests taken in.
+	// Requests accepted.
 	AcceptedTotal int64 `protobuf:"varint,14,opt,name=accepted_total,json=acceptedTotal,proto3" json:"accepted_total,omitempty"`
 	// Requests refused by the engine.
 	RejectedTotal int64 `protobuf:"varint,15,opt,name=rejected_total,json=rejectedTotal,proto3" json:"rejected_total,omitempty"`
 	// Requests that ran to their end.
 	FinishedTotal int64 `protobuf:"varint,16,opt,name=finished_total,json=finishedTotal,proto3" json:"finished_total,omitempty"`
-	// Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+	// Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
 	CancelledTotal int64 `protobuf:"varint,17,opt,name=cancelled_total,json=cancelledTotal,proto3" json:"cancelled_total,omitempty"`
-	// Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+	// Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
 	FailedTotal int64 `protobuf:"varint,18,opt,name=failed_total,json=failedTotal,proto3" json:"failed_total,omitempty"`
-	// Prompt tokens of all begun requests.
+	// Prompt tokens of all requests that began.
 	PromptTokenTotal int64 `protobuf:"varint,19,opt,name=prompt_token_total,json=promptTokenTotal,proto3" json:"prompt_token_total,omitempty"`
 	// Of these, tokens taken from the cache.
 	CachedTokenTotal int64 `protobuf:"varint,20,opt,name=cached_token_total,json=cachedTokenTotal,proto3" json:"cached_token_total,omitempty"`
@@ -73,38 +73,38 @@ type EngineStats struct {
 	OutputTokenTotal int64 `protobuf:"varint,22,opt,name=output_token_total,json=outputTokenTotal,proto3" json:"output_token_total,omitempty"`
 	// Bytes that MLX holds for arrays now.
 	ActiveMemoryBytes int64 `protobuf:"varint,23,opt,name=active_memory_bytes,json=activeMemoryBytes,proto3" json:"active_memory_bytes,omitempty"`
-	// Most of them since start.
+	// Maximum of `active_memory_bytes` since the start.
 	PeakMemoryBytes int64 `protobuf:"varint,24,opt,name=peak_memory_bytes,json=peakMemoryBytes,proto3" json:"peak_memory_bytes,omitempty"`
-	// What the engine may use. 0: no limit.
+	// Maximum bytes that the engine may use. 0: no limit.
 	MemoryLimitBytes int64 `protobuf:"varint,25,opt,name=memory_limit_bytes,json=memoryLimitBytes,proto3" json:"memory_limit_bytes,omitempty"`
-	// Times a running request gave way to others for want of memory, and went on later.
+	// Times a running request was parked because memory was short, and continued later.
 	ParkedTotal int64 `protobuf:"varint,26,opt,name=parked_total,json=parkedTotal,proto3" json:"parked_total,omitempty"`
-	// Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-	// holds is not in it: that gives way.
+	// Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+	// prefix cache, which shrinks when requests need memory.
 	KvUsedBytes int64 `protobuf:"varint,27,opt,name=kv_used_bytes,json=kvUsedBytes,proto3" json:"kv_used_bytes,omitempty"`
-	// Most bytes that KV may take beside the model. 0: no limit.
+	// Maximum bytes of KV, in addition to the model. 0: no limit.
 	KvLimitBytes int64 `protobuf:"varint,28,opt,name=kv_limit_bytes,json=kvLimitBytes,proto3" json:"kv_limit_bytes,omitempty"`
 	// Draft tokens that speculation proposed.
 	DraftedTokenTotal int64 `protobuf:"varint,29,opt,name=drafted_token_total,json=draftedTokenTotal,proto3" json:"drafted_token_total,omitempty"`
-	// Of these, tokens that came true.
+	// Of these, tokens that were accepted.
 	AcceptedDraftTokenTotal int64 `protobuf:"varint,30,opt,name=accepted_draft_token_total,json=acceptedDraftTokenTotal,proto3" json:"accepted_draft_token_total,omitempty"`
-	// Images that the vision tower made vectors of.
+	// Images that the vision tower encoded.
 	EncodedImageTotal int64 `protobuf:"varint,31,opt,name=encoded_image_total,json=encodedImageTotal,proto3" json:"encoded_image_total,omitempty"`
-	// Images whose vectors were still there when a prompt needed them.
+	// Images whose vectors were still in memory when a prompt needed them.
 	ReusedImageTotal int64 `protobuf:"varint,32,opt,name=reused_image_total,json=reusedImageTotal,proto3" json:"reused_image_total,omitempty"`
-	// Time that the inference thread spent in the vision tower.
-	ImageEncode *durationpb.Duration `protobuf:"bytes,33,opt,name=image_encode,json=imageEncode,proto3" json:"image_encode,omitempty"`
-	// Bytes of vectors that are kept for images that may come again.
+	// Total time that the inference thread spent in the vision tower.
+	ImageEncodeDuration *durationpb.Duration `protobuf:"bytes,33,opt,name=image_encode_duration,json=imageEncodeDuration,proto3" json:"image_encode_duration,omitempty"`
+	// Bytes of image vectors that are kept for reuse.
 	ImageFeatureBytes int64 `protobuf:"varint,34,opt,name=image_feature_bytes,json=imageFeatureBytes,proto3" json:"image_feature_bytes,omitempty"`
-	// Most of them (`engine.image_feature_bytes`).
+	// Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
 	ImageFeatureLimitBytes int64 `protobuf:"varint,35,opt,name=image_feature_limit_bytes,json=imageFeatureLimitBytes,proto3" json:"image_feature_limit_bytes,omitempty"`
-	// Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-	// request waits for the one that runs when it comes.
-	PassP50 *durationpb.Duration `protobuf:"bytes,36,opt,name=pass_p50,json=passP50,proto3" json:"pass_p50,omitempty"`
+	// Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+	// request waits for the pass that runs when it arrives.
+	PassDurationP50 *durationpb.Duration `protobuf:"bytes,36,opt,name=pass_duration_p50,json=passDurationP50,proto3" json:"pass_duration_p50,omitempty"`
 	// 99th percentile of the same.
-	PassP99       *durationpb.Duration `protobuf:"bytes,37,opt,name=pass_p99,json=passP99,proto3" json:"pass_p99,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	PassDurationP99 *durationpb.Duration `protobuf:"bytes,37,opt,name=pass_duration_p99,json=passDurationP99,proto3" json:"pass_duration_p99,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *EngineStats) Reset() {
@@ -207,16 +207,16 @@ func (x *EngineStats) GetStepTotal() int64 {
 	return 0
 }
 
-func (x *EngineStats) GetDecodeStepP50() *durationpb.Duration {
+func (x *EngineStats) GetDecodeStepDurationP50() *durationpb.Duration {
 	if x != nil {
-		return x.DecodeStepP50
+		return x.DecodeStepDurationP50
 	}
 	return nil
 }
 
-func (x *EngineStats) GetDecodeStepP99() *durationpb.Duration {
+func (x *EngineStats) GetDecodeStepDurationP99() *durationpb.Duration {
 	if x != nil {
-		return x.DecodeStepP99
+		return x.DecodeStepDurationP99
 	}
 	return nil
 }
@@ -361,9 +361,9 @@ func (x *EngineStats) GetReusedImageTotal() int64 {
 	return 0
 }
 
-func (x *EngineStats) GetImageEncode() *durationpb.Duration {
+func (x *EngineStats) GetImageEncodeDuration() *durationpb.Duration {
 	if x != nil {
-		return x.ImageEncode
+		return x.ImageEncodeDuration
 	}
 	return nil
 }
@@ -382,16 +382,16 @@ func (x *EngineStats) GetImageFeatureLimitBytes() int64 {
 	return 0
 }
 
-func (x *EngineStats) GetPassP50() *durationpb.Duration {
+func (x *EngineStats) GetPassDurationP50() *durationpb.Duration {
 	if x != nil {
-		return x.PassP50
+		return x.PassDurationP50
 	}
 	return nil
 }
 
-func (x *EngineStats) GetPassP99() *durationpb.Duration {
+func (x *EngineStats) GetPassDurationP99() *durationpb.Duration {
 	if x != nil {
-		return x.PassP99
+		return x.PassDurationP99
 	}
 	return nil
 }
@@ -400,7 +400,7 @@ var File_icehouse_v1_engine_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa8\r\n" +
+	"\x1eicehouse/v1/engine_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfd\r\n" +
 	"\vEngineStats\x121\n" +
 	"\x06uptime\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06uptime\x12#\n" +
 	"\rmailbox_count\x18\x02 \x01(\x03R\fmailboxCount\x12#\n" +
@@ -413,9 +413,9 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\x0edecoding_limit\x18\t \x01(\x03R\rdecodingLimit\x12\x1d\n" +
 	"\n" +
 	"step_total\x18\n" +
-	" \x01(\x03R\tstepTotal\x12A\n" +
-	"\x0fdecode_step_p50\x18\v \x01(\v2\x19.google.protobuf.DurationR\rdecodeStepP50\x12A\n" +
-	"\x0fdecode_step_p99\x18\f \x01(\v2\x19.google.protobuf.DurationR\rdecodeStepP99\x129\n" +
+	" \x01(\x03R\tstepTotal\x12R\n" +
+	"\x18decode_step_duration_p50\x18\v \x01(\v2\x19.google.protobuf.DurationR\x15decodeStepDurationP50\x12R\n" +
+	"\x18decode_step_duration_p99\x18\f \x01(\v2\x19.google.protobuf.DurationR\x15decodeStepDurationP99\x129\n" +
 	"\x19prefill_tokens_per_second\x18\r \x01(\x01R\x16prefillTokensPerSecond\x12%\n" +
 	"\x0eaccepted_total\x18\x0e \x01(\x03R\racceptedTotal\x12%\n" +
 	"\x0erejected_total\x18\x0f \x01(\x03R\rrejectedTotal\x12%\n" +
@@ -435,12 +435,12 @@ const file_icehouse_v1_engine_stats_proto_rawDesc = "" +
 	"\x13drafted_token_total\x18\x1d \x01(\x03R\x11draftedTokenTotal\x12;\n" +
 	"\x1aaccepted_draft_token_total\x18\x1e \x01(\x03R\x17acceptedDraftTokenTotal\x12.\n" +
 	"\x13encoded_image_total\x18\x1f \x01(\x03R\x11encodedImageTotal\x12,\n" +
-	"\x12reused_image_total\x18  \x01(\x03R\x10reusedImageTotal\x12<\n" +
-	"\fimage_encode\x18! \x01(\v2\x19.google.protobuf.DurationR\vimageEncode\x12.\n" +
+	"\x12reused_image_total\x18  \x01(\x03R\x10reusedImageTotal\x12M\n" +
+	"\x15image_encode_duration\x18! \x01(\v2\x19.google.protobuf.DurationR\x13imageEncodeDuration\x12.\n" +
 	"\x13image_feature_bytes\x18\" \x01(\x03R\x11imageFeatureBytes\x129\n" +
-	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytes\x124\n" +
-	"\bpass_p50\x18$ \x01(\v2\x19.google.protobuf.DurationR\apassP50\x124\n" +
-	"\bpass_p99\x18% \x01(\v2\x19.google.protobuf.DurationR\apassP99B<\n" +
+	"\x19image_feature_limit_bytes\x18# \x01(\x03R\x16imageFeatureLimitBytes\x12E\n" +
+	"\x11pass_duration_p50\x18$ \x01(\v2\x19.google.protobuf.DurationR\x0fpassDurationP50\x12E\n" +
+	"\x11pass_duration_p99\x18% \x01(\v2\x19.google.protobuf.DurationR\x0fpassDurationP99B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
@@ -462,11 +462,11 @@ var file_icehouse_v1_engine_stats_proto_goTypes = []any{
 }
 var file_icehouse_v1_engine_stats_proto_depIdxs = []int32{
 	1, // 0: icehouse.v1.EngineStats.uptime:type_name -> google.protobuf.Duration
-	1, // 1: icehouse.v1.EngineStats.decode_step_p50:type_name -> google.protobuf.Duration
-	1, // 2: icehouse.v1.EngineStats.decode_step_p99:type_name -> google.protobuf.Duration
-	1, // 3: icehouse.v1.EngineStats.image_encode:type_name -> google.protobuf.Duration
-	1, // 4: icehouse.v1.EngineStats.pass_p50:type_name -> google.protobuf.Duration
-	1, // 5: icehouse.v1.EngineStats.pass_p99:type_name -> google.protobuf.Duration
+	1, // 1: icehouse.v1.EngineStats.decode_step_duration_p50:type_name -> google.protobuf.Duration
+	1, // 2: icehouse.v1.EngineStats.decode_step_duration_p99:type_name -> google.protobuf.Duration
+	1, // 3: icehouse.v1.EngineStats.image_encode_duration:type_name -> google.protobuf.Duration
+	1, // 4: icehouse.v1.EngineStats.pass_duration_p50:type_name -> google.protobuf.Duration
+	1, // 5: icehouse.v1.EngineStats.pass_duration_p99:type_name -> google.protobuf.Duration
 	6, // [6:6] is the sub-list for method output_type
 	6, // [6:6] is the sub-list for method input_type
 	6, // [6:6] is the sub-list for extension type_name

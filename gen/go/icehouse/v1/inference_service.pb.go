@@ -29,85 +29,68 @@ const (
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-	// Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-	// this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-	// is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-	// is answered. Once the first one has ended, the name is free and the same request runs anew: with
-	// the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-	// connection broke finds the name free a step after the server has noticed. Absent: one is made.
+	// Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+	// this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+	// is sent again does not run twice at once, and it is not joined to the first one either.
+	// Once the first one has ended, the id is free and the same request runs anew: with
+	// the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+	// connection the id is free one step after the server has noticed. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// What to continue; one of these is required (PROMPT_MISSING) and must not be empty
-	// (PROMPT_EMPTY). Two of them in one message are refused with PROMPT_AMBIGUOUS; most tools never
-	// send that, because their own message keeps the last one set. A prompt that leaves no room for one
-	// output token in the model's context is refused with PROMPT_TOO_LONG.
-	//
-	// Types that are valid to be assigned to Prompt:
-	//
-	//	*GenerateRequest_Text
-	//	*GenerateRequest_Chat
-	//	*GenerateRequest_Tokens
-	//	*GenerateRequest_Infill
-	Prompt isGenerateRequest_Prompt `protobuf_oneof:"prompt"`
-	// Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-	// above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-	// tells. Absent or 0: the server's default (256 by default).
-	MaxOutputTokens int32 `protobuf:"varint,6,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
-	// How tokens are drawn. Absent: greedy.
-	Sampling *SamplingParams `protobuf:"bytes,7,opt,name=sampling,proto3" json:"sampling,omitempty"`
-	// Strings that end the output when they appear; the one that did is not part of it. The one that
-	// is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-	// bytes in UTF-8 by default. Absent: none.
-	Stop []string `protobuf:"bytes,8,rep,name=stop,proto3" json:"stop,omitempty"`
+	// What to continue; required (PROMPT_MISSING).
+	Prompt *Prompt `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+	// default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+	// `max_output_tokens` has the result. Default: the server's default (256 by default).
+	MaxOutputTokens int32 `protobuf:"varint,4,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
+	// How tokens are drawn. Default: greedy.
+	Sampling *SamplingParams `protobuf:"bytes,5,opt,name=sampling,proto3" json:"sampling,omitempty"`
+	// Strings that end the output when they appear; the matched string is not part of the output. The first one
+	// to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+	// bytes in UTF-8 by default. Default: none.
+	Stop []string `protobuf:"bytes,6,rep,name=stop,proto3" json:"stop,omitempty"`
+	// Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+	// `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+	// Default: none.
+	StopTokenIds []int32 `protobuf:"varint,7,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
 	// The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-	// too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
-	ResponseFormat *ResponseFormat `protobuf:"bytes,9,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
-	// Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-	// refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-	// Absent: none.
-	Tools []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
-	// Tell log probabilities of tokens. Absent: none.
+	// too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+	ResponseFormat *ResponseFormat `protobuf:"bytes,8,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
+	// Whether the model calls tools, and which. Default: the model decides.
+	ToolChoice *ToolChoice `protobuf:"bytes,9,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	// Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+	// `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+	// model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+	// that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+	// answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+	// begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+	// the end of its reasoning. Default: unlimited.
+	MaxReasoningTokens *int32 `protobuf:"varint,10,opt,name=max_reasoning_tokens,json=maxReasoningTokens,proto3,oneof" json:"max_reasoning_tokens,omitempty"`
+	// Return log probabilities of tokens. Default: none.
 	Logprobs *LogprobsOptions `protobuf:"bytes,11,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// What may be done with the prefix cache. Absent: read and write, default tenant.
-	Cache *CachePolicy `protobuf:"bytes,12,opt,name=cache,proto3" json:"cache,omitempty"`
-	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
-	Priority int32 `protobuf:"varint,13,opt,name=priority,proto3" json:"priority,omitempty"`
-	// Whether, and which tool, the model calls. Absent: it decides.
-	ToolChoice *ToolChoice `protobuf:"bytes,14,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
-	// Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-	// PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-	// They are let in together or refused together, take a place in the queue and a slot each, and the first
-	// to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-	// allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-	// them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-	Completions int32 `protobuf:"varint,15,opt,name=completions,proto3" json:"completions,omitempty"`
-	// Guess several tokens a step; the output is the same. Absent: no.
-	Speculation *Speculation `protobuf:"bytes,16,opt,name=speculation,proto3" json:"speculation,omitempty"`
-	// The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-	// different adapters share no cache. Absent: the model by itself.
-	Adapter string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
-	// The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-	// [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-	// on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-	// that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-	// (one that is not written as above is passed over), else none.
-	SessionId string `protobuf:"bytes,18,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	// Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-	// `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-	// Absent: none.
-	StopTokenIds []int32 `protobuf:"varint,19,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-	// `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-	// marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-	// again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-	// answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-	// itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-	// reasoning. Absent: as long as the model likes.
-	MaxReasoningTokens *int32 `protobuf:"varint,20,opt,name=max_reasoning_tokens,json=maxReasoningTokens,proto3,oneof" json:"max_reasoning_tokens,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+	// PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+	// They are accepted or refused together, take a place in the queue and a slot each, and the first
+	// failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+	// allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+	// them. Default: 1, returned only in the fields of GenerateResponse itself.
+	Completions int32 `protobuf:"varint,12,opt,name=completions,proto3" json:"completions,omitempty"`
+	// Guess several tokens a step; the output is the same. Default: no speculation.
+	Speculation *Speculation `protobuf:"bytes,13,opt,name=speculation,proto3" json:"speculation,omitempty"`
+	// What the request may do with the prefix cache. Default: read and write, default tenant.
+	Cache *CachePolicy `protobuf:"bytes,14,opt,name=cache,proto3" json:"cache,omitempty"`
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
+	Priority int32 `protobuf:"varint,15,opt,name=priority,proto3" json:"priority,omitempty"`
+	// The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+	// [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+	// appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+	// the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+	// (malformed ones are ignored), otherwise none.
+	SessionId     string `protobuf:"bytes,16,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -154,45 +137,9 @@ func (x *GenerateRequest) GetModel() string {
 	return ""
 }
 
-func (x *GenerateRequest) GetPrompt() isGenerateRequest_Prompt {
+func (x *GenerateRequest) GetPrompt() *Prompt {
 	if x != nil {
 		return x.Prompt
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetText() string {
-	if x != nil {
-		if x, ok := x.Prompt.(*GenerateRequest_Text); ok {
-			return x.Text
-		}
-	}
-	return ""
-}
-
-func (x *GenerateRequest) GetChat() *ChatPrompt {
-	if x != nil {
-		if x, ok := x.Prompt.(*GenerateRequest_Chat); ok {
-			return x.Chat
-		}
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetTokens() *TokenPrompt {
-	if x != nil {
-		if x, ok := x.Prompt.(*GenerateRequest_Tokens); ok {
-			return x.Tokens
-		}
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetInfill() *InfillPrompt {
-	if x != nil {
-		if x, ok := x.Prompt.(*GenerateRequest_Infill); ok {
-			return x.Infill
-		}
 	}
 	return nil
 }
@@ -218,6 +165,13 @@ func (x *GenerateRequest) GetStop() []string {
 	return nil
 }
 
+func (x *GenerateRequest) GetStopTokenIds() []int32 {
+	if x != nil {
+		return x.StopTokenIds
+	}
+	return nil
+}
+
 func (x *GenerateRequest) GetResponseFormat() *ResponseFormat {
 	if x != nil {
 		return x.ResponseFormat
@@ -225,37 +179,23 @@ func (x *GenerateRequest) GetResponseFormat() *ResponseFormat {
 	return nil
 }
 
-func (x *GenerateRequest) GetTools() []*Tool {
+func (x *GenerateRequest) GetToolChoice() *ToolChoice {
 	if x != nil {
-		return x.Tools
+		return x.ToolChoice
 	}
 	return nil
+}
+
+func (x *GenerateRequest) GetMaxReasoningTokens() int32 {
+	if x != nil && x.MaxReasoningTokens != nil {
+		return *x.MaxReasoningTokens
+	}
+	return 0
 }
 
 func (x *GenerateRequest) GetLogprobs() *LogprobsOptions {
 	if x != nil {
 		return x.Logprobs
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetCache() *CachePolicy {
-	if x != nil {
-		return x.Cache
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetPriority() int32 {
-	if x != nil {
-		return x.Priority
-	}
-	return 0
-}
-
-func (x *GenerateRequest) GetToolChoice() *ToolChoice {
-	if x != nil {
-		return x.ToolChoice
 	}
 	return nil
 }
@@ -274,11 +214,18 @@ func (x *GenerateRequest) GetSpeculation() *Speculation {
 	return nil
 }
 
-func (x *GenerateRequest) GetAdapter() string {
+func (x *GenerateRequest) GetCache() *CachePolicy {
 	if x != nil {
-		return x.Adapter
+		return x.Cache
 	}
-	return ""
+	return nil
+}
+
+func (x *GenerateRequest) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
 }
 
 func (x *GenerateRequest) GetSessionId() string {
@@ -288,106 +235,59 @@ func (x *GenerateRequest) GetSessionId() string {
 	return ""
 }
 
-func (x *GenerateRequest) GetStopTokenIds() []int32 {
-	if x != nil {
-		return x.StopTokenIds
-	}
-	return nil
-}
-
-func (x *GenerateRequest) GetMaxReasoningTokens() int32 {
-	if x != nil && x.MaxReasoningTokens != nil {
-		return *x.MaxReasoningTokens
-	}
-	return 0
-}
-
-type isGenerateRequest_Prompt interface {
-	isGenerateRequest_Prompt()
-}
-
-type GenerateRequest_Text struct {
-	// Plain text. The tokenizer adds the model's start token if the model wants one.
-	Text string `protobuf:"bytes,3,opt,name=text,proto3,oneof"`
-}
-
-type GenerateRequest_Chat struct {
-	// A conversation.
-	Chat *ChatPrompt `protobuf:"bytes,4,opt,name=chat,proto3,oneof"`
-}
-
-type GenerateRequest_Tokens struct {
-	// Token ids, used as they are.
-	Tokens *TokenPrompt `protobuf:"bytes,5,opt,name=tokens,proto3,oneof"`
-}
-
-type GenerateRequest_Infill struct {
-	// Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-	// Tokenize makes of it.
-	Infill *InfillPrompt `protobuf:"bytes,21,opt,name=infill,proto3,oneof"`
-}
-
-func (*GenerateRequest_Text) isGenerateRequest_Prompt() {}
-
-func (*GenerateRequest_Chat) isGenerateRequest_Prompt() {}
-
-func (*GenerateRequest_Tokens) isGenerateRequest_Prompt() {}
-
-func (*GenerateRequest_Infill) isGenerateRequest_Prompt() {}
-
-// The complete output; of several completions the first one, but for `completions`.
+// The complete output; with several completions the first one, except for `completions`.
 type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's request id, or the one made for it.
+	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The model that answered.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+	// The generated text, without the prompt and without a stop string. For a chat: what the model says,
 	// without its reasoning, its tool calls and the markers around them.
 	Text string `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
 	// The generated tokens. They may reach beyond the text when a stop string cut it.
 	TokenIds []int32 `protobuf:"varint,4,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Why it ended.
+	// Why the output ended.
 	FinishReason FinishReason `protobuf:"varint,5,opt,name=finish_reason,json=finishReason,proto3,enum=icehouse.v1.FinishReason" json:"finish_reason,omitempty"`
-	// The stop string that ended it. Absent: it ended otherwise.
-	StopString *string `protobuf:"bytes,6,opt,name=stop_string,json=stopString,proto3,oneof" json:"stop_string,omitempty"`
-	// What it cost.
-	Usage *Usage `protobuf:"bytes,7,opt,name=usage,proto3" json:"usage,omitempty"`
+	// The stop string that ended the output. Empty: it ended otherwise.
+	StopString string `protobuf:"bytes,6,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
+	// The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Not set: it ended otherwise.
+	StopTokenId *int32 `protobuf:"varint,7,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	// What the request cost.
+	Usage *Usage `protobuf:"bytes,8,opt,name=usage,proto3" json:"usage,omitempty"`
 	// What was reused of the prompt.
-	Cache *CacheReport `protobuf:"bytes,8,opt,name=cache,proto3" json:"cache,omitempty"`
+	Cache *CacheReport `protobuf:"bytes,9,opt,name=cache,proto3" json:"cache,omitempty"`
 	// The seed that was used, the request's or the one drawn for it.
-	Seed uint64 `protobuf:"varint,9,opt,name=seed,proto3" json:"seed,omitempty"`
+	Seed uint64 `protobuf:"varint,10,opt,name=seed,proto3" json:"seed,omitempty"`
 	// The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-	// the output. Absent: none.
-	ToolCalls []*ToolCall `protobuf:"bytes,10,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
-	// What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-	// reasoning. Absent: none.
-	Reasoning string `protobuf:"bytes,11,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// One for each of `token_ids`. Absent: not asked for.
-	Logprobs []*TokenLogprobs `protobuf:"bytes,12,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,13,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	// Every completion in order, the first one included. Absent: the request left `completions` unset.
-	Completions []*Completion `protobuf:"bytes,14,rep,name=completions,proto3" json:"completions,omitempty"`
-	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-	// Absent: it ended otherwise.
-	StopTokenId *int32 `protobuf:"varint,15,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
-	// When the request reached the server, by the server's clock.
-	CreateTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-	// chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-	// what reads the model. While it stays, the same request with the same seed is expected to give the same
-	// output; when it changes, outputs may change.
-	SystemFingerprint string `protobuf:"bytes,17,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
-	// Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+	// the output.
+	ToolCalls []*ToolCall `protobuf:"bytes,11,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// Parts of `text` that began as tool calls and cannot be parsed.
+	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,12,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
+	// The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+	// reasoning. Empty: none.
+	Reasoning string `protobuf:"bytes,13,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// One for each of `token_ids`. Empty: not requested.
+	Logprobs []*TokenLogprobs `protobuf:"bytes,14,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// One for each prompt token but the first, which nothing precedes. Empty: not requested.
+	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,15,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// Every completion in order, including the first one. Empty: the request did not set `completions`.
+	Completions []*Completion `protobuf:"bytes,16,rep,name=completions,proto3" json:"completions,omitempty"`
+	// When the server received the request, by the server's clock.
+	ReceiveTime *timestamppb.Timestamp `protobuf:"bytes,17,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
+	// What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+	// chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+	// the package that loads the model. While it stays the same, the same request with the same seed is expected
+	// to give the same output; when it changes, outputs may change.
+	SystemFingerprint string `protobuf:"bytes,18,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
+	// Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
 	// the server's limit or the model's context is less.
-	MaxOutputTokens int32 `protobuf:"varint,18,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
-	// Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-	// to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-	// "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-	UnenforcedKeywords []string `protobuf:"bytes,19,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
-	// Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-	MalformedToolCalls []*MalformedToolCall `protobuf:"bytes,30,rep,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
+	MaxOutputTokens int32 `protobuf:"varint,19,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
+	// Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+	// such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+	// "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+	UnenforcedKeywords []string `protobuf:"bytes,20,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
 }
@@ -458,10 +358,17 @@ func (x *GenerateResponse) GetFinishReason() FinishReason {
 }
 
 func (x *GenerateResponse) GetStopString() string {
-	if x != nil && x.StopString != nil {
-		return *x.StopString
+	if x != nil {
+		return x.StopString
 	}
 	return ""
+}
+
+func (x *GenerateResponse) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
 }
 
 func (x *GenerateResponse) GetUsage() *Usage {
@@ -488,6 +395,13 @@ func (x *GenerateResponse) GetSeed() uint64 {
 func (x *GenerateResponse) GetToolCalls() []*ToolCall {
 	if x != nil {
 		return x.ToolCalls
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
+	if x != nil {
+		return x.MalformedToolCalls
 	}
 	return nil
 }
@@ -520,16 +434,9 @@ func (x *GenerateResponse) GetCompletions() []*Completion {
 	return nil
 }
 
-func (x *GenerateResponse) GetStopTokenId() int32 {
-	if x != nil && x.StopTokenId != nil {
-		return *x.StopTokenId
-	}
-	return 0
-}
-
-func (x *GenerateResponse) GetCreateTime() *timestamppb.Timestamp {
+func (x *GenerateResponse) GetReceiveTime() *timestamppb.Timestamp {
 	if x != nil {
-		return x.CreateTime
+		return x.ReceiveTime
 	}
 	return nil
 }
@@ -555,17 +462,10 @@ func (x *GenerateResponse) GetUnenforcedKeywords() []string {
 	return nil
 }
 
-func (x *GenerateResponse) GetMalformedToolCalls() []*MalformedToolCall {
-	if x != nil {
-		return x.MalformedToolCalls
-	}
-	return nil
-}
-
 // One event of a running request.
 type StreamResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What happened. Fields may be added: skip events that are not known.
+	// What happened. Fields may be added: skip unknown events.
 	//
 	// Types that are valid to be assigned to Event:
 	//
@@ -656,7 +556,7 @@ type isStreamResponse_Event interface {
 }
 
 type StreamResponse_Started struct {
-	// The request left the queue. Once, first; of several completions when the first one of them did.
+	// The request left the queue. Once, first; with several completions when the first one of them did.
 	Started *Started `protobuf:"bytes,1,opt,name=started,proto3,oneof"`
 }
 
@@ -667,12 +567,12 @@ type StreamResponse_PrefillProgress struct {
 }
 
 type StreamResponse_Delta struct {
-	// New output. Any number; those of several completions mixed.
+	// New output. Any number; those of several completions are interleaved.
 	Delta *Delta `protobuf:"bytes,3,opt,name=delta,proto3,oneof"`
 }
 
 type StreamResponse_Finished struct {
-	// The output is complete. Once, last; of several completions once each, the last one of them last.
+	// The output is complete. Once, last; with several completions once for each.
 	Finished *Finished `protobuf:"bytes,4,opt,name=finished,proto3,oneof"`
 }
 
@@ -687,7 +587,7 @@ func (*StreamResponse_Finished) isStreamResponse_Event() {}
 // The request left the queue and its prompt was looked up in the cache.
 type Started struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's request id, or the one made for it.
+	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The model that answers.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
@@ -695,12 +595,12 @@ type Started struct {
 	PromptTokens int32 `protobuf:"varint,3,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// What is reused of the prompt.
 	Cache *CacheReport `protobuf:"bytes,4,opt,name=cache,proto3" json:"cache,omitempty"`
-	// From arrival until now.
+	// Time in the queue, since the request was received.
 	QueueDuration *durationpb.Duration `protobuf:"bytes,5,opt,name=queue_duration,json=queueDuration,proto3" json:"queue_duration,omitempty"`
 	// The seed that is used, the request's or the one drawn for it.
 	Seed uint64 `protobuf:"varint,6,opt,name=seed,proto3" json:"seed,omitempty"`
-	// When the request reached the server, by the server's clock.
-	CreateTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
+	// When the server received the request, by the server's clock.
+	ReceiveTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
 	// As `system_fingerprint` of GenerateResponse.
 	SystemFingerprint string `protobuf:"bytes,8,opt,name=system_fingerprint,json=systemFingerprint,proto3" json:"system_fingerprint,omitempty"`
 	// As `max_output_tokens` of GenerateResponse.
@@ -783,9 +683,9 @@ func (x *Started) GetSeed() uint64 {
 	return 0
 }
 
-func (x *Started) GetCreateTime() *timestamppb.Timestamp {
+func (x *Started) GetReceiveTime() *timestamppb.Timestamp {
 	if x != nil {
-		return x.CreateTime
+		return x.ReceiveTime
 	}
 	return nil
 }
@@ -811,15 +711,15 @@ func (x *Started) GetUnenforcedKeywords() []string {
 	return nil
 }
 
-// How far the prompt is computed.
+// How much of the prompt is computed.
 type PrefillProgress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Prompt tokens done, reused ones included.
+	// Prompt tokens done, including reused ones.
 	ProcessedTokens int32 `protobuf:"varint,1,opt,name=processed_tokens,json=processedTokens,proto3" json:"processed_tokens,omitempty"`
 	// Tokens of the prompt.
 	PromptTokens int32 `protobuf:"varint,2,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
-	// Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-	// token. Absent: not asked for, or no new ones.
+	// Log probabilities of the prompt tokens since the last message; none for the prompt's first
+	// token. Empty: not requested, or no new ones.
 	PromptLogprobs []*TokenLogprobs `protobuf:"bytes,3,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -884,18 +784,18 @@ type Delta struct {
 	// Tokens generated since the last delta. Their text may come later, or never when a stop string
 	// removed it. One token can bring several deltas; it comes with the first of them.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+	// More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
 	Reasoning string `protobuf:"bytes,3,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+	// A piece of a tool call; never with `text` or `reasoning`. Not set: none.
 	ToolCall *ToolCallDelta `protobuf:"bytes,4,opt,name=tool_call,json=toolCall,proto3" json:"tool_call,omitempty"`
-	// One for each of `token_ids`. Absent: not asked for.
-	Logprobs []*TokenLogprobs `protobuf:"bytes,5,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// Set where `text` of this delta is a call that cannot be parsed.
+	MalformedToolCall *MalformedToolCall `protobuf:"bytes,5,opt,name=malformed_tool_call,json=malformedToolCall,proto3" json:"malformed_tool_call,omitempty"`
+	// One for each of `token_ids`. Empty: not requested.
+	Logprobs []*TokenLogprobs `protobuf:"bytes,6,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Which completion it belongs to, from 0.
-	CompletionIndex int32 `protobuf:"varint,6,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
-	// Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-	MalformedToolCall *MalformedToolCall `protobuf:"bytes,30,opt,name=malformed_tool_call,json=malformedToolCall,proto3" json:"malformed_tool_call,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	CompletionIndex int32 `protobuf:"varint,7,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Delta) Reset() {
@@ -956,6 +856,13 @@ func (x *Delta) GetToolCall() *ToolCallDelta {
 	return nil
 }
 
+func (x *Delta) GetMalformedToolCall() *MalformedToolCall {
+	if x != nil {
+		return x.MalformedToolCall
+	}
+	return nil
+}
+
 func (x *Delta) GetLogprobs() []*TokenLogprobs {
 	if x != nil {
 		return x.Logprobs
@@ -970,29 +877,22 @@ func (x *Delta) GetCompletionIndex() int32 {
 	return 0
 }
 
-func (x *Delta) GetMalformedToolCall() *MalformedToolCall {
-	if x != nil {
-		return x.MalformedToolCall
-	}
-	return nil
-}
-
 // The output is complete.
 type Finished struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Why it ended.
+	// Why the output ended.
 	FinishReason FinishReason `protobuf:"varint,1,opt,name=finish_reason,json=finishReason,proto3,enum=icehouse.v1.FinishReason" json:"finish_reason,omitempty"`
-	// The stop string that ended it. Absent: it ended otherwise.
-	StopString *string `protobuf:"bytes,2,opt,name=stop_string,json=stopString,proto3,oneof" json:"stop_string,omitempty"`
-	// What it cost.
-	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
+	// The stop string that ended the output. Empty: it ended otherwise.
+	StopString string `protobuf:"bytes,2,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
+	// The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+	// Not set: it ended otherwise.
+	StopTokenId *int32 `protobuf:"varint,3,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
+	// What the request cost.
+	Usage *Usage `protobuf:"bytes,4,opt,name=usage,proto3" json:"usage,omitempty"`
 	// Which completion it belongs to, from 0.
-	CompletionIndex int32 `protobuf:"varint,4,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
-	// The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-	// Absent: it ended otherwise.
-	StopTokenId   *int32 `protobuf:"varint,5,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	CompletionIndex int32 `protobuf:"varint,5,opt,name=completion_index,json=completionIndex,proto3" json:"completion_index,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Finished) Reset() {
@@ -1033,10 +933,17 @@ func (x *Finished) GetFinishReason() FinishReason {
 }
 
 func (x *Finished) GetStopString() string {
-	if x != nil && x.StopString != nil {
-		return *x.StopString
+	if x != nil {
+		return x.StopString
 	}
 	return ""
+}
+
+func (x *Finished) GetStopTokenId() int32 {
+	if x != nil && x.StopTokenId != nil {
+		return *x.StopTokenId
+	}
+	return 0
 }
 
 func (x *Finished) GetUsage() *Usage {
@@ -1053,30 +960,15 @@ func (x *Finished) GetCompletionIndex() int32 {
 	return 0
 }
 
-func (x *Finished) GetStopTokenId() int32 {
-	if x != nil && x.StopTokenId != nil {
-		return *x.StopTokenId
-	}
-	return 0
-}
-
 // A prompt to turn into tokens.
 type TokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
-	// What to tokenize; required (PROMPT_MISSING). Unlike for Generate it may be empty text, and
-	// longer than the model's context: at most 8 characters for each of its tokens, or 1,048,576
-	// characters where that is more, else PROMPT_TOO_LONG.
-	//
-	// Types that are valid to be assigned to Prompt:
-	//
-	//	*TokenizeRequest_Text
-	//	*TokenizeRequest_Chat
-	//	*TokenizeRequest_Infill
-	Prompt isTokenizeRequest_Prompt `protobuf_oneof:"prompt"`
-	// Tools that the conversation's template shows, as for Generate. Absent: none.
-	Tools         []*Tool `protobuf:"bytes,10,rep,name=tools,proto3" json:"tools,omitempty"`
+	// What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+	// may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+	// 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
+	Prompt        *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1118,76 +1010,17 @@ func (x *TokenizeRequest) GetModel() string {
 	return ""
 }
 
-func (x *TokenizeRequest) GetPrompt() isTokenizeRequest_Prompt {
+func (x *TokenizeRequest) GetPrompt() *Prompt {
 	if x != nil {
 		return x.Prompt
 	}
 	return nil
 }
 
-func (x *TokenizeRequest) GetText() string {
-	if x != nil {
-		if x, ok := x.Prompt.(*TokenizeRequest_Text); ok {
-			return x.Text
-		}
-	}
-	return ""
-}
-
-func (x *TokenizeRequest) GetChat() *ChatPrompt {
-	if x != nil {
-		if x, ok := x.Prompt.(*TokenizeRequest_Chat); ok {
-			return x.Chat
-		}
-	}
-	return nil
-}
-
-func (x *TokenizeRequest) GetInfill() *InfillPrompt {
-	if x != nil {
-		if x, ok := x.Prompt.(*TokenizeRequest_Infill); ok {
-			return x.Infill
-		}
-	}
-	return nil
-}
-
-func (x *TokenizeRequest) GetTools() []*Tool {
-	if x != nil {
-		return x.Tools
-	}
-	return nil
-}
-
-type isTokenizeRequest_Prompt interface {
-	isTokenizeRequest_Prompt()
-}
-
-type TokenizeRequest_Text struct {
-	// Plain text.
-	Text string `protobuf:"bytes,2,opt,name=text,proto3,oneof"`
-}
-
-type TokenizeRequest_Chat struct {
-	// A conversation.
-	Chat *ChatPrompt `protobuf:"bytes,3,opt,name=chat,proto3,oneof"`
-}
-
-type TokenizeRequest_Infill struct {
-	// Two texts with a gap.
-	Infill *InfillPrompt `protobuf:"bytes,4,opt,name=infill,proto3,oneof"`
-}
-
-func (*TokenizeRequest_Text) isTokenizeRequest_Prompt() {}
-
-func (*TokenizeRequest_Chat) isTokenizeRequest_Prompt() {}
-
-func (*TokenizeRequest_Infill) isTokenizeRequest_Prompt() {}
-
 // The tokens of a prompt.
 type TokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The tokens in order, start tokens included.
+	// The tokens in order, including start tokens.
 	Tokens []*Token `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	// Their number.
 	TokenCount    int32 `protobuf:"varint,2,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
@@ -1244,7 +1077,7 @@ type Token struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its id, in [0, vocabulary size).
 	Id int32 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The vocabulary's own spelling, for reading only: a token can be a part of a character.
+	// The vocabulary's own spelling, only for display: a token can be part of a character.
 	Piece         string `protobuf:"bytes,2,opt,name=piece,proto3" json:"piece,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1297,9 +1130,9 @@ func (x *Token) GetPiece() string {
 // Tokens to turn into text.
 type DetokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
-	// The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+	// The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
 	// (TOKEN_OUT_OF_RANGE).
 	TokenIds      []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1354,7 +1187,7 @@ func (x *DetokenizeRequest) GetTokenIds() []int32 {
 type DetokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-	// vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+	// vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
 	Text          string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1397,7 +1230,7 @@ func (x *DetokenizeResponse) GetText() string {
 	return ""
 }
 
-// Asks for the counters.
+// Asks for the counters of the prefix cache.
 type CacheStatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1434,22 +1267,13 @@ func (*CacheStatsRequest) Descriptor() ([]byte, []int) {
 	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{12}
 }
 
-// Counters between two steps.
+// The counters of the prefix cache between two steps.
 type CacheStatsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// When they were taken.
 	CollectTime *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=collect_time,json=collectTime,proto3" json:"collect_time,omitempty"`
-	// The engine's counters.
-	Engine *EngineStats `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`
-	// The prefix cache's counters. Absent: the server runs without a prefix cache.
-	Cache *CacheStats `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
-	// The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-	// first; at most 10. A tenant sees its own, an operator those of all.
-	SlowestRequests []*SlowRequest `protobuf:"bytes,10,rep,name=slowest_requests,json=slowestRequests,proto3" json:"slowest_requests,omitempty"`
-	// One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-	// only operators get the whole message: others get `collect_time`, their own entry here and
-	// their own slowest requests.
-	Tenants       []*TenantStats `protobuf:"bytes,20,rep,name=tenants,proto3" json:"tenants,omitempty"`
+	// The counters. Not set: the server runs without a prefix cache.
+	Cache         *CacheStats `protobuf:"bytes,2,opt,name=cache,proto3" json:"cache,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1491,30 +1315,9 @@ func (x *CacheStatsResponse) GetCollectTime() *timestamppb.Timestamp {
 	return nil
 }
 
-func (x *CacheStatsResponse) GetEngine() *EngineStats {
-	if x != nil {
-		return x.Engine
-	}
-	return nil
-}
-
 func (x *CacheStatsResponse) GetCache() *CacheStats {
 	if x != nil {
 		return x.Cache
-	}
-	return nil
-}
-
-func (x *CacheStatsResponse) GetSlowestRequests() []*SlowRequest {
-	if x != nil {
-		return x.SlowestRequests
-	}
-	return nil
-}
-
-func (x *CacheStatsResponse) GetTenants() []*TenantStats {
-	if x != nil {
-		return x.Tenants
 	}
 	return nil
 }
@@ -1523,69 +1326,61 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x1eicehouse/v1/tenant_stats.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xb3\a\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xe5\x05\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
-	"\x05model\x18\x02 \x01(\tR\x05model\x12\x14\n" +
-	"\x04text\x18\x03 \x01(\tH\x00R\x04text\x12-\n" +
-	"\x04chat\x18\x04 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x122\n" +
-	"\x06tokens\x18\x05 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x123\n" +
-	"\x06infill\x18\x15 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12*\n" +
-	"\x11max_output_tokens\x18\x06 \x01(\x05R\x0fmaxOutputTokens\x127\n" +
-	"\bsampling\x18\a \x01(\v2\x1b.icehouse.v1.SamplingParamsR\bsampling\x12\x12\n" +
-	"\x04stop\x18\b \x03(\tR\x04stop\x12D\n" +
-	"\x0fresponse_format\x18\t \x01(\v2\x1b.icehouse.v1.ResponseFormatR\x0eresponseFormat\x12'\n" +
-	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x128\n" +
-	"\blogprobs\x18\v \x01(\v2\x1c.icehouse.v1.LogprobsOptionsR\blogprobs\x12.\n" +
-	"\x05cache\x18\f \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
-	"\bpriority\x18\r \x01(\x05R\bpriority\x128\n" +
-	"\vtool_choice\x18\x0e \x01(\v2\x17.icehouse.v1.ToolChoiceR\n" +
-	"toolChoice\x12 \n" +
-	"\vcompletions\x18\x0f \x01(\x05R\vcompletions\x12:\n" +
-	"\vspeculation\x18\x10 \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculation\x12\x18\n" +
-	"\aadapter\x18\x11 \x01(\tR\aadapter\x12\x1d\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12+\n" +
+	"\x06prompt\x18\x03 \x01(\v2\x13.icehouse.v1.PromptR\x06prompt\x12*\n" +
+	"\x11max_output_tokens\x18\x04 \x01(\x05R\x0fmaxOutputTokens\x127\n" +
+	"\bsampling\x18\x05 \x01(\v2\x1b.icehouse.v1.SamplingParamsR\bsampling\x12\x12\n" +
+	"\x04stop\x18\x06 \x03(\tR\x04stop\x12$\n" +
+	"\x0estop_token_ids\x18\a \x03(\x05R\fstopTokenIds\x12D\n" +
+	"\x0fresponse_format\x18\b \x01(\v2\x1b.icehouse.v1.ResponseFormatR\x0eresponseFormat\x128\n" +
+	"\vtool_choice\x18\t \x01(\v2\x17.icehouse.v1.ToolChoiceR\n" +
+	"toolChoice\x125\n" +
+	"\x14max_reasoning_tokens\x18\n" +
+	" \x01(\x05H\x00R\x12maxReasoningTokens\x88\x01\x01\x128\n" +
+	"\blogprobs\x18\v \x01(\v2\x1c.icehouse.v1.LogprobsOptionsR\blogprobs\x12 \n" +
+	"\vcompletions\x18\f \x01(\x05R\vcompletions\x12:\n" +
+	"\vspeculation\x18\r \x01(\v2\x18.icehouse.v1.SpeculationR\vspeculation\x12.\n" +
+	"\x05cache\x18\x0e \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
+	"\bpriority\x18\x0f \x01(\x05R\bpriority\x12\x1d\n" +
 	"\n" +
-	"session_id\x18\x12 \x01(\tR\tsessionId\x12$\n" +
-	"\x0estop_token_ids\x18\x13 \x03(\x05R\fstopTokenIds\x125\n" +
-	"\x14max_reasoning_tokens\x18\x14 \x01(\x05H\x01R\x12maxReasoningTokens\x88\x01\x01B\b\n" +
-	"\x06promptB\x17\n" +
-	"\x15_max_reasoning_tokens\"\xbe\a\n" +
+	"session_id\x18\x10 \x01(\tR\tsessionIdB\x17\n" +
+	"\x15_max_reasoning_tokens\"\xab\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12\x12\n" +
 	"\x04text\x18\x03 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x04 \x03(\x05R\btokenIds\x12>\n" +
-	"\rfinish_reason\x18\x05 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
-	"\vstop_string\x18\x06 \x01(\tH\x00R\n" +
-	"stopString\x88\x01\x01\x12(\n" +
-	"\x05usage\x18\a \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12.\n" +
-	"\x05cache\x18\b \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12\x12\n" +
-	"\x04seed\x18\t \x01(\x04R\x04seed\x124\n" +
+	"\rfinish_reason\x18\x05 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12\x1f\n" +
+	"\vstop_string\x18\x06 \x01(\tR\n" +
+	"stopString\x12'\n" +
+	"\rstop_token_id\x18\a \x01(\x05H\x00R\vstopTokenId\x88\x01\x01\x12(\n" +
+	"\x05usage\x18\b \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12.\n" +
+	"\x05cache\x18\t \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12\x12\n" +
+	"\x04seed\x18\n" +
+	" \x01(\x04R\x04seed\x124\n" +
 	"\n" +
-	"tool_calls\x18\n" +
-	" \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12\x1c\n" +
-	"\treasoning\x18\v \x01(\tR\treasoning\x126\n" +
-	"\blogprobs\x18\f \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12C\n" +
-	"\x0fprompt_logprobs\x18\r \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x129\n" +
-	"\vcompletions\x18\x0e \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12'\n" +
-	"\rstop_token_id\x18\x0f \x01(\x05H\x01R\vstopTokenId\x88\x01\x01\x12;\n" +
-	"\vcreate_time\x18\x10 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"createTime\x12-\n" +
-	"\x12system_fingerprint\x18\x11 \x01(\tR\x11systemFingerprint\x12*\n" +
-	"\x11max_output_tokens\x18\x12 \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
-	"\x13unenforced_keywords\x18\x13 \x03(\tR\x12unenforcedKeywords\x12P\n" +
-	"\x14malformed_tool_calls\x18\x1e \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCallsB\x0e\n" +
-	"\f_stop_stringB\x10\n" +
+	"tool_calls\x18\v \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12P\n" +
+	"\x14malformed_tool_calls\x18\f \x03(\v2\x1e.icehouse.v1.MalformedToolCallR\x12malformedToolCalls\x12\x1c\n" +
+	"\treasoning\x18\r \x01(\tR\treasoning\x126\n" +
+	"\blogprobs\x18\x0e \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12C\n" +
+	"\x0fprompt_logprobs\x18\x0f \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\x0epromptLogprobs\x129\n" +
+	"\vcompletions\x18\x10 \x03(\v2\x17.icehouse.v1.CompletionR\vcompletions\x12=\n" +
+	"\freceive_time\x18\x11 \x01(\v2\x1a.google.protobuf.TimestampR\vreceiveTime\x12-\n" +
+	"\x12system_fingerprint\x18\x12 \x01(\tR\x11systemFingerprint\x12*\n" +
+	"\x11max_output_tokens\x18\x13 \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
+	"\x13unenforced_keywords\x18\x14 \x03(\tR\x12unenforcedKeywordsB\x10\n" +
 	"\x0e_stop_token_id\"\xf7\x01\n" +
 	"\x0eStreamResponse\x120\n" +
 	"\astarted\x18\x01 \x01(\v2\x14.icehouse.v1.StartedH\x00R\astarted\x12I\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xb2\x03\n" +
+	"\x05event\"\xb4\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1593,9 +1388,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\x03 \x01(\x05R\fpromptTokens\x12.\n" +
 	"\x05cache\x18\x04 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12@\n" +
 	"\x0equeue_duration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\rqueueDuration\x12\x12\n" +
-	"\x04seed\x18\x06 \x01(\x04R\x04seed\x12;\n" +
-	"\vcreate_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"createTime\x12-\n" +
+	"\x04seed\x18\x06 \x01(\x04R\x04seed\x12=\n" +
+	"\freceive_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\vreceiveTime\x12-\n" +
 	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\x12*\n" +
 	"\x11max_output_tokens\x18\t \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
 	"\x13unenforced_keywords\x18\n" +
@@ -1608,27 +1402,21 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x1c\n" +
 	"\treasoning\x18\x03 \x01(\tR\treasoning\x127\n" +
-	"\ttool_call\x18\x04 \x01(\v2\x1a.icehouse.v1.ToolCallDeltaR\btoolCall\x126\n" +
-	"\blogprobs\x18\x05 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12)\n" +
-	"\x10completion_index\x18\x06 \x01(\x05R\x0fcompletionIndex\x12N\n" +
-	"\x13malformed_tool_call\x18\x1e \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\"\x90\x02\n" +
+	"\ttool_call\x18\x04 \x01(\v2\x1a.icehouse.v1.ToolCallDeltaR\btoolCall\x12N\n" +
+	"\x13malformed_tool_call\x18\x05 \x01(\v2\x1e.icehouse.v1.MalformedToolCallR\x11malformedToolCall\x126\n" +
+	"\blogprobs\x18\x06 \x03(\v2\x1a.icehouse.v1.TokenLogprobsR\blogprobs\x12)\n" +
+	"\x10completion_index\x18\a \x01(\x05R\x0fcompletionIndex\"\xfb\x01\n" +
 	"\bFinished\x12>\n" +
-	"\rfinish_reason\x18\x01 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12$\n" +
-	"\vstop_string\x18\x02 \x01(\tH\x00R\n" +
-	"stopString\x88\x01\x01\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12)\n" +
-	"\x10completion_index\x18\x04 \x01(\x05R\x0fcompletionIndex\x12'\n" +
-	"\rstop_token_id\x18\x05 \x01(\x05H\x01R\vstopTokenId\x88\x01\x01B\x0e\n" +
-	"\f_stop_stringB\x10\n" +
-	"\x0e_stop_token_id\"\xd4\x01\n" +
+	"\rfinish_reason\x18\x01 \x01(\x0e2\x19.icehouse.v1.FinishReasonR\ffinishReason\x12\x1f\n" +
+	"\vstop_string\x18\x02 \x01(\tR\n" +
+	"stopString\x12'\n" +
+	"\rstop_token_id\x18\x03 \x01(\x05H\x00R\vstopTokenId\x88\x01\x01\x12(\n" +
+	"\x05usage\x18\x04 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12)\n" +
+	"\x10completion_index\x18\x05 \x01(\x05R\x0fcompletionIndexB\x10\n" +
+	"\x0e_stop_token_id\"T\n" +
 	"\x0fTokenizeRequest\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model\x12\x14\n" +
-	"\x04text\x18\x02 \x01(\tH\x00R\x04text\x12-\n" +
-	"\x04chat\x18\x03 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x123\n" +
-	"\x06infill\x18\x04 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12'\n" +
-	"\x05tools\x18\n" +
-	" \x03(\v2\x11.icehouse.v1.ToolR\x05toolsB\b\n" +
-	"\x06prompt\"_\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12+\n" +
+	"\x06prompt\x18\x02 \x01(\v2\x13.icehouse.v1.PromptR\x06prompt\"_\n" +
 	"\x10TokenizeResponse\x12*\n" +
 	"\x06tokens\x18\x01 \x03(\v2\x12.icehouse.v1.TokenR\x06tokens\x12\x1f\n" +
 	"\vtoken_count\x18\x02 \x01(\x05R\n" +
@@ -1641,14 +1429,10 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\"\x13\n" +
-	"\x11CacheStatsRequest\"\xad\x02\n" +
+	"\x11CacheStatsRequest\"\x82\x01\n" +
 	"\x12CacheStatsResponse\x12=\n" +
-	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x120\n" +
-	"\x06engine\x18\x02 \x01(\v2\x18.icehouse.v1.EngineStatsR\x06engine\x12-\n" +
-	"\x05cache\x18\x03 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache\x12C\n" +
-	"\x10slowest_requests\x18\n" +
-	" \x03(\v2\x18.icehouse.v1.SlowRequestR\x0fslowestRequests\x122\n" +
-	"\atenants\x18\x14 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants2\x89\x03\n" +
+	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x12-\n" +
+	"\x05cache\x18\x02 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache2\x89\x03\n" +
 	"\x10InferenceService\x12G\n" +
 	"\bGenerate\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1d.icehouse.v1.GenerateResponse\x12E\n" +
 	"\x06Stream\x12\x1c.icehouse.v1.GenerateRequest\x1a\x1b.icehouse.v1.StreamResponse0\x01\x12G\n" +
@@ -1687,88 +1471,74 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*DetokenizeResponse)(nil),    // 11: icehouse.v1.DetokenizeResponse
 	(*CacheStatsRequest)(nil),     // 12: icehouse.v1.CacheStatsRequest
 	(*CacheStatsResponse)(nil),    // 13: icehouse.v1.CacheStatsResponse
-	(*ChatPrompt)(nil),            // 14: icehouse.v1.ChatPrompt
-	(*TokenPrompt)(nil),           // 15: icehouse.v1.TokenPrompt
-	(*InfillPrompt)(nil),          // 16: icehouse.v1.InfillPrompt
-	(*SamplingParams)(nil),        // 17: icehouse.v1.SamplingParams
-	(*ResponseFormat)(nil),        // 18: icehouse.v1.ResponseFormat
-	(*Tool)(nil),                  // 19: icehouse.v1.Tool
-	(*LogprobsOptions)(nil),       // 20: icehouse.v1.LogprobsOptions
-	(*CachePolicy)(nil),           // 21: icehouse.v1.CachePolicy
-	(*ToolChoice)(nil),            // 22: icehouse.v1.ToolChoice
-	(*Speculation)(nil),           // 23: icehouse.v1.Speculation
-	(FinishReason)(0),             // 24: icehouse.v1.FinishReason
-	(*Usage)(nil),                 // 25: icehouse.v1.Usage
-	(*CacheReport)(nil),           // 26: icehouse.v1.CacheReport
-	(*ToolCall)(nil),              // 27: icehouse.v1.ToolCall
-	(*TokenLogprobs)(nil),         // 28: icehouse.v1.TokenLogprobs
-	(*Completion)(nil),            // 29: icehouse.v1.Completion
-	(*timestamppb.Timestamp)(nil), // 30: google.protobuf.Timestamp
-	(*MalformedToolCall)(nil),     // 31: icehouse.v1.MalformedToolCall
-	(*durationpb.Duration)(nil),   // 32: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 33: icehouse.v1.ToolCallDelta
-	(*EngineStats)(nil),           // 34: icehouse.v1.EngineStats
-	(*CacheStats)(nil),            // 35: icehouse.v1.CacheStats
-	(*SlowRequest)(nil),           // 36: icehouse.v1.SlowRequest
-	(*TenantStats)(nil),           // 37: icehouse.v1.TenantStats
+	(*Prompt)(nil),                // 14: icehouse.v1.Prompt
+	(*SamplingParams)(nil),        // 15: icehouse.v1.SamplingParams
+	(*ResponseFormat)(nil),        // 16: icehouse.v1.ResponseFormat
+	(*ToolChoice)(nil),            // 17: icehouse.v1.ToolChoice
+	(*LogprobsOptions)(nil),       // 18: icehouse.v1.LogprobsOptions
+	(*Speculation)(nil),           // 19: icehouse.v1.Speculation
+	(*CachePolicy)(nil),           // 20: icehouse.v1.CachePolicy
+	(FinishReason)(0),             // 21: icehouse.v1.FinishReason
+	(*Usage)(nil),                 // 22: icehouse.v1.Usage
+	(*CacheReport)(nil),           // 23: icehouse.v1.CacheReport
+	(*ToolCall)(nil),              // 24: icehouse.v1.ToolCall
+	(*MalformedToolCall)(nil),     // 25: icehouse.v1.MalformedToolCall
+	(*TokenLogprobs)(nil),         // 26: icehouse.v1.TokenLogprobs
+	(*Completion)(nil),            // 27: icehouse.v1.Completion
+	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
+	(*ToolCallDelta)(nil),         // 30: icehouse.v1.ToolCallDelta
+	(*CacheStats)(nil),            // 31: icehouse.v1.CacheStats
 }
 var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
-	14, // 0: icehouse.v1.GenerateRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	15, // 1: icehouse.v1.GenerateRequest.tokens:type_name -> icehouse.v1.TokenPrompt
-	16, // 2: icehouse.v1.GenerateRequest.infill:type_name -> icehouse.v1.InfillPrompt
-	17, // 3: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
-	18, // 4: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
-	19, // 5: icehouse.v1.GenerateRequest.tools:type_name -> icehouse.v1.Tool
-	20, // 6: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
-	21, // 7: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
-	22, // 8: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
-	23, // 9: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
-	24, // 10: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
-	25, // 11: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
-	26, // 12: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
-	27, // 13: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
-	28, // 14: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	28, // 15: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	29, // 16: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
-	30, // 17: icehouse.v1.GenerateResponse.create_time:type_name -> google.protobuf.Timestamp
-	31, // 18: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
-	3,  // 19: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
-	4,  // 20: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 21: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
-	6,  // 22: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	26, // 23: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	32, // 24: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	30, // 25: icehouse.v1.Started.create_time:type_name -> google.protobuf.Timestamp
-	28, // 26: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	33, // 27: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	28, // 28: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	31, // 29: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	24, // 30: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	25, // 31: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	14, // 32: icehouse.v1.TokenizeRequest.chat:type_name -> icehouse.v1.ChatPrompt
-	16, // 33: icehouse.v1.TokenizeRequest.infill:type_name -> icehouse.v1.InfillPrompt
-	19, // 34: icehouse.v1.TokenizeRequest.tools:type_name -> icehouse.v1.Tool
-	9,  // 35: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	30, // 36: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	34, // 37: icehouse.v1.CacheStatsResponse.engine:type_name -> icehouse.v1.EngineStats
-	35, // 38: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	36, // 39: icehouse.v1.CacheStatsResponse.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	37, // 40: icehouse.v1.CacheStatsResponse.tenants:type_name -> icehouse.v1.TenantStats
-	0,  // 41: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
-	0,  // 42: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
-	7,  // 43: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 44: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
-	12, // 45: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 46: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 47: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 48: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 49: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
-	13, // 50: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	46, // [46:51] is the sub-list for method output_type
-	41, // [41:46] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	14, // 0: icehouse.v1.GenerateRequest.prompt:type_name -> icehouse.v1.Prompt
+	15, // 1: icehouse.v1.GenerateRequest.sampling:type_name -> icehouse.v1.SamplingParams
+	16, // 2: icehouse.v1.GenerateRequest.response_format:type_name -> icehouse.v1.ResponseFormat
+	17, // 3: icehouse.v1.GenerateRequest.tool_choice:type_name -> icehouse.v1.ToolChoice
+	18, // 4: icehouse.v1.GenerateRequest.logprobs:type_name -> icehouse.v1.LogprobsOptions
+	19, // 5: icehouse.v1.GenerateRequest.speculation:type_name -> icehouse.v1.Speculation
+	20, // 6: icehouse.v1.GenerateRequest.cache:type_name -> icehouse.v1.CachePolicy
+	21, // 7: icehouse.v1.GenerateResponse.finish_reason:type_name -> icehouse.v1.FinishReason
+	22, // 8: icehouse.v1.GenerateResponse.usage:type_name -> icehouse.v1.Usage
+	23, // 9: icehouse.v1.GenerateResponse.cache:type_name -> icehouse.v1.CacheReport
+	24, // 10: icehouse.v1.GenerateResponse.tool_calls:type_name -> icehouse.v1.ToolCall
+	25, // 11: icehouse.v1.GenerateResponse.malformed_tool_calls:type_name -> icehouse.v1.MalformedToolCall
+	26, // 12: icehouse.v1.GenerateResponse.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	26, // 13: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	27, // 14: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
+	28, // 15: icehouse.v1.GenerateResponse.receive_time:type_name -> google.protobuf.Timestamp
+	3,  // 16: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
+	4,  // 17: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 18: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
+	6,  // 19: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
+	23, // 20: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	29, // 21: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	28, // 22: icehouse.v1.Started.receive_time:type_name -> google.protobuf.Timestamp
+	26, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	30, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	25, // 25: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	26, // 26: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	21, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	22, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	14, // 29: icehouse.v1.TokenizeRequest.prompt:type_name -> icehouse.v1.Prompt
+	9,  // 30: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
+	28, // 31: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	31, // 32: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	0,  // 33: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
+	0,  // 34: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
+	7,  // 35: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
+	10, // 36: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
+	12, // 37: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 38: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 39: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 40: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 41: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
+	13, // 42: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	38, // [38:43] is the sub-list for method output_type
+	33, // [33:38] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_inference_service_proto_init() }
@@ -1779,22 +1549,14 @@ func file_icehouse_v1_inference_service_proto_init() {
 	file_icehouse_v1_cache_policy_proto_init()
 	file_icehouse_v1_cache_stats_proto_init()
 	file_icehouse_v1_completion_proto_init()
-	file_icehouse_v1_engine_stats_proto_init()
 	file_icehouse_v1_logprobs_proto_init()
 	file_icehouse_v1_prompt_proto_init()
 	file_icehouse_v1_response_format_proto_init()
 	file_icehouse_v1_sampling_proto_init()
-	file_icehouse_v1_slow_request_proto_init()
 	file_icehouse_v1_speculation_proto_init()
-	file_icehouse_v1_tenant_stats_proto_init()
 	file_icehouse_v1_tool_proto_init()
 	file_icehouse_v1_usage_proto_init()
-	file_icehouse_v1_inference_service_proto_msgTypes[0].OneofWrappers = []any{
-		(*GenerateRequest_Text)(nil),
-		(*GenerateRequest_Chat)(nil),
-		(*GenerateRequest_Tokens)(nil),
-		(*GenerateRequest_Infill)(nil),
-	}
+	file_icehouse_v1_inference_service_proto_msgTypes[0].OneofWrappers = []any{}
 	file_icehouse_v1_inference_service_proto_msgTypes[1].OneofWrappers = []any{}
 	file_icehouse_v1_inference_service_proto_msgTypes[2].OneofWrappers = []any{
 		(*StreamResponse_Started)(nil),
@@ -1803,11 +1565,6 @@ func file_icehouse_v1_inference_service_proto_init() {
 		(*StreamResponse_Finished)(nil),
 	}
 	file_icehouse_v1_inference_service_proto_msgTypes[6].OneofWrappers = []any{}
-	file_icehouse_v1_inference_service_proto_msgTypes[7].OneofWrappers = []any{
-		(*TokenizeRequest_Text)(nil),
-		(*TokenizeRequest_Chat)(nil),
-		(*TokenizeRequest_Infill)(nil),
-	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

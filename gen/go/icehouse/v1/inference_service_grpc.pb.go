@@ -32,29 +32,37 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Continues prompts. Every refusal arrives before the first response message, as a status with
-// google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-// the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-// INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+// Continues prompts.
+//
+// Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+// differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+// comment names.
+//
+// Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+// (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+// message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+// INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
 // RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-// UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+// UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-// A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-// Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+//
+// A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+// Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
 type InferenceServiceClient interface {
 	// Generates and answers once, when the output is complete.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
-	// Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-	// where several were asked for). The texts of a completion's deltas, joined, are the text that
-	// Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-	// passes, frees the sequence within a step; one who stops reading is cut off with
-	// RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+	// Generates and streams the output: one `started` first, one `finished` last (for each completion,
+	// where several were requested). The texts of a completion's deltas, joined, are the text that
+	// Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+	// passes, the request ends within one step. A caller who stops reading is disconnected with
+	// RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
 	Stream(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamResponse], error)
 	// Turns a prompt into tokens exactly as Generate would.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
-	// Turns tokens into text, as Tokenize turned the text into tokens.
+	// Turns tokens into text: the reverse of Tokenize.
 	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
-	// Counters of the engine and of the prefix cache, taken between two steps.
+	// Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+	// authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
 	CacheStats(ctx context.Context, in *CacheStatsRequest, opts ...grpc.CallOption) (*CacheStatsResponse, error)
 }
 
@@ -129,29 +137,37 @@ func (c *inferenceServiceClient) CacheStats(ctx context.Context, in *CacheStatsR
 // All implementations must embed UnimplementedInferenceServiceServer
 // for forward compatibility.
 //
-// Continues prompts. Every refusal arrives before the first response message, as a status with
-// google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-// the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-// INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+// Continues prompts.
+//
+// Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+// differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+// comment names.
+//
+// Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+// (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+// message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+// INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
 // RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-// UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+// UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
 // UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-// A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-// Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+//
+// A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+// Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
 type InferenceServiceServer interface {
 	// Generates and answers once, when the output is complete.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
-	// Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-	// where several were asked for). The texts of a completion's deltas, joined, are the text that
-	// Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-	// passes, frees the sequence within a step; one who stops reading is cut off with
-	// RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+	// Generates and streams the output: one `started` first, one `finished` last (for each completion,
+	// where several were requested). The texts of a completion's deltas, joined, are the text that
+	// Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+	// passes, the request ends within one step. A caller who stops reading is disconnected with
+	// RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
 	Stream(*GenerateRequest, grpc.ServerStreamingServer[StreamResponse]) error
 	// Turns a prompt into tokens exactly as Generate would.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
-	// Turns tokens into text, as Tokenize turned the text into tokens.
+	// Turns tokens into text: the reverse of Tokenize.
 	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
-	// Counters of the engine and of the prefix cache, taken between two steps.
+	// Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+	// authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
 	CacheStats(context.Context, *CacheStatsRequest) (*CacheStatsResponse, error)
 	mustEmbedUnimplementedInferenceServiceServer()
 }

@@ -23,24 +23,24 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The trailer `endpoint-load-metrics-bin` of every call, where the server was told to send it
-// (--load-report). On the wire it is xds.data.orca.v3.OrcaLoadReport, number by number
-// (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51): balancers parse it
-// as that. It is repeated here because both published Python packages of that proto replace files of
+// The trailer `endpoint-load-metrics-bin` of every call, where the server is started with
+// --load-report. It is compatible with xds.data.orca.v3.OrcaLoadReport, field number by field number
+// (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51), and load balancers parse it
+// as that. It is repeated here because both published Python packages of that proto overwrite files of
 // other packages.
 type LoadReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+	// Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
 	MemUtilization float64 `protobuf:"fixed64,2,opt,name=mem_utilization,json=memUtilization,proto3" json:"mem_utilization,omitempty"`
 	// Requests finished per second, over the last sample interval.
 	RpsFractional float64 `protobuf:"fixed64,6,opt,name=rps_fractional,json=rpsFractional,proto3" json:"rps_fractional,omitempty"`
-	// Requests broken per second, over the last sample interval.
+	// Requests failed per second, over the last sample interval.
 	Eps float64 `protobuf:"fixed64,7,opt,name=eps,proto3" json:"eps,omitempty"`
 	// By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-	// batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+	// batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
 	NamedMetrics map[string]float64 `protobuf:"bytes,8,rep,name=named_metrics,json=namedMetrics,proto3" json:"named_metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
-	// Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-	// are better sent elsewhere.
+	// Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+	// requests to another server.
 	ApplicationUtilization float64 `protobuf:"fixed64,9,opt,name=application_utilization,json=applicationUtilization,proto3" json:"application_utilization,omitempty"`
 	unknownFields          protoimpl.UnknownFields
 	sizeCache              protoimpl.SizeCache

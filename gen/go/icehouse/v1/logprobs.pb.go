@@ -23,17 +23,17 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Which log probabilities to tell. Set, even if empty: those of every output token.
+// Which log probabilities to return. If the message is set, even if empty: those of every output token.
 type LogprobsOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-	// PARAMETER_OUT_OF_RANGE). Absent: 0.
+	// How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+	// PARAMETER_OUT_OF_RANGE). Default: 0.
 	TopCount int32 `protobuf:"varint,1,opt,name=top_count,json=topCount,proto3" json:"top_count,omitempty"`
-	// Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-	// nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+	// Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+	// nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
 	Prompt bool `protobuf:"varint,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-	// PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+	// Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+	// PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
 	TokenIds      []int32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -90,26 +90,26 @@ func (x *LogprobsOptions) GetTokenIds() []int32 {
 	return nil
 }
 
-// What the model thought of one token. Of the model's own distribution: temperature, filters,
-// penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
+// The log probability of one token, in the model's own distribution: temperature, filters,
+// penalties, bias, bad words and response formats are applied later, so a drawn token can have any rank.
 type TokenLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The token's id.
 	TokenId int32 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
 	// The natural logarithm of its probability, <= 0.
 	Logprob float32 `protobuf:"fixed32,2,opt,name=logprob,proto3" json:"logprob,omitempty"`
-	// Its place among all tokens, 1 for the likeliest.
+	// Its rank among all tokens, 1 for the most likely.
 	Rank int32 `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
-	// The vocabulary's own spelling, for reading only: a token can be a part of a character.
+	// The vocabulary's own spelling, only for display: a token can be part of a character.
 	Piece string `protobuf:"bytes,4,opt,name=piece,proto3" json:"piece,omitempty"`
-	// The likeliest tokens, falling; `top_count` of them.
+	// The most likely tokens, the most likely first; `top_count` of them.
 	Top []*TopLogprob `protobuf:"bytes,5,rep,name=top,proto3" json:"top,omitempty"`
 	// The tokens of `LogprobsOptions.token_ids`, in their order.
 	Asked []*TopLogprob `protobuf:"bytes,6,rep,name=asked,proto3" json:"asked,omitempty"`
-	// Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-	// of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-	// string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-	// Absent: a token of the prompt.
+	// Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+	// of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+	// string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+	// text. Not set: a token of the prompt.
 	TextOffset    *int32 `protobuf:"varint,7,opt,name=text_offset,json=textOffset,proto3,oneof" json:"text_offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -194,14 +194,14 @@ func (x *TokenLogprobs) GetTextOffset() int32 {
 	return 0
 }
 
-// A token that could have stood in some place.
+// A token that was possible at some position.
 type TopLogprob struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The token's id.
 	TokenId int32 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
 	// The natural logarithm of its probability, <= 0.
 	Logprob float32 `protobuf:"fixed32,2,opt,name=logprob,proto3" json:"logprob,omitempty"`
-	// The vocabulary's own spelling, for reading only.
+	// The vocabulary's own spelling, only for display.
 	Piece         string `protobuf:"bytes,3,opt,name=piece,proto3" json:"piece,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

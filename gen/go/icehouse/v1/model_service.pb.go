@@ -23,15 +23,16 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.
+// Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
+// at once.
 type PassSplit int32
 
 const (
 	// Never sent.
 	PassSplit_PASS_SPLIT_UNSPECIFIED PassSplit = 0
-	// In attention alone.
+	// Only in attention.
 	PassSplit_PASS_SPLIT_ATTENTION PassSplit = 1
-	// In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+	// In the module of a layer that keeps its state, such as a convolution or a special kind of attention.
 	PassSplit_PASS_SPLIT_MODULE PassSplit = 2
 	// Everywhere: each sequence is a pass of its own.
 	PassSplit_PASS_SPLIT_ALONE PassSplit = 3
@@ -83,9 +84,9 @@ func (PassSplit) EnumDescriptor() ([]byte, []int) {
 // Asks for a page of models.
 type ListModelsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Most models to return, 0 to 1000. Absent or 0: 100.
+	// Maximum models to return; above 1000 it is taken as 1000. Default: 100.
 	PageSize int32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// `next_page_token` of the page before. Absent: the first page.
+	// `next_page_token` of the previous page. Default: the first page.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -140,7 +141,7 @@ type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The models, by id.
 	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
-	// Token of the next page. Absent: this is the last.
+	// Token of the next page. Empty: this is the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -193,7 +194,7 @@ func (x *ListModelsResponse) GetNextPageToken() string {
 // Asks for one model.
 type GetModelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The model's id. Absent: the served model.
+	// The model's id. Default: the served model.
 	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -285,7 +286,7 @@ func (x *GetModelResponse) GetModel() *Model {
 // A loaded model.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The name callers use in `model`.
+	// The name that requests use in `model`.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The architecture, `model_type` of its config.json.
 	Architecture string `protobuf:"bytes,2,opt,name=architecture,proto3" json:"architecture,omitempty"`
@@ -301,11 +302,11 @@ type Model struct {
 	ParameterCount int64 `protobuf:"varint,7,opt,name=parameter_count,json=parameterCount,proto3" json:"parameter_count,omitempty"`
 	// Bytes of its weights in memory.
 	WeightBytes int64 `protobuf:"varint,8,opt,name=weight_bytes,json=weightBytes,proto3" json:"weight_bytes,omitempty"`
-	// Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+	// Bytes of KV per token, over all layers of unlimited context. 0: unknown.
 	KvBytesPerToken int64 `protobuf:"varint,9,opt,name=kv_bytes_per_token,json=kvBytesPerToken,proto3" json:"kv_bytes_per_token,omitempty"`
 	// Cache classes of its layers, in order of first appearance.
 	CacheClasses []string `protobuf:"bytes,10,rep,name=cache_classes,json=cacheClasses,proto3" json:"cache_classes,omitempty"`
-	// Identity of everything KV depends on, in hex. Absent: no cache is kept.
+	// Hash of everything that KV depends on, in hex. Empty: there is no cache.
 	Fingerprint string `protobuf:"bytes,11,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"`
 	// Whether chat prompts work.
 	HasChatTemplate bool `protobuf:"varint,12,opt,name=has_chat_template,json=hasChatTemplate,proto3" json:"has_chat_template,omitempty"`
@@ -313,19 +314,19 @@ type Model struct {
 	EosTokenIds []int32 `protobuf:"varint,13,rep,packed,name=eos_token_ids,json=eosTokenIds,proto3" json:"eos_token_ids,omitempty"`
 	// The device it runs on, for example "cpu" or "gpu".
 	Device string `protobuf:"bytes,14,opt,name=device,proto3" json:"device,omitempty"`
-	// The adapters that requests may choose, in the config's order. Absent: none.
+	// The adapters that requests may choose, in the order of the configuration.
 	Adapters []*Adapter `protobuf:"bytes,15,rep,name=adapters,proto3" json:"adapters,omitempty"`
-	// Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+	// Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
 	EmbeddingDimensions int32 `protobuf:"varint,16,opt,name=embedding_dimensions,json=embeddingDimensions,proto3" json:"embedding_dimensions,omitempty"`
-	// Whether chat prompts may have images in them.
+	// Whether chat prompts may contain images.
 	ReadsImages bool `protobuf:"varint,17,opt,name=reads_images,json=readsImages,proto3" json:"reads_images,omitempty"`
-	// Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-	// PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+	// Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+	// PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
 	PassSplits []PassSplit `protobuf:"varint,18,rep,packed,name=pass_splits,json=passSplits,proto3,enum=icehouse.v1.PassSplit" json:"pass_splits,omitempty"`
-	// Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+	// Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
 	// no chunk of a prompt ends inside it.
 	RunsImagesWhole bool `protobuf:"varint,19,opt,name=runs_images_whole,json=runsImagesWhole,proto3" json:"runs_images_whole,omitempty"`
-	// How its chat replies are read. Absent: it has no chat template.
+	// How its chat replies are parsed. Not set: it has no chat template.
 	ReplyFormat   *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -501,20 +502,20 @@ func (x *Model) GetReplyFormat() *ReplyFormat {
 	return nil
 }
 
-// How the replies of a model are read, found when it was loaded.
+// How the replies of a model are parsed, detected when it was loaded.
 type ReplyFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+	// The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
 	// requests with tools are refused with TOOLS_UNSUPPORTED.
 	Calls string `protobuf:"bytes,1,opt,name=calls,proto3" json:"calls,omitempty"`
-	// What begins reasoning in its replies, for example "<think>". Empty: none is told apart.
+	// The marker that begins reasoning in its replies, for example "<think>". Empty: reasoning is not separated.
 	ReasoningStart string `protobuf:"bytes,2,opt,name=reasoning_start,json=reasoningStart,proto3" json:"reasoning_start,omitempty"`
-	// What ends reasoning.
+	// The marker that ends reasoning.
 	ReasoningEnd string `protobuf:"bytes,3,opt,name=reasoning_end,json=reasoningEnd,proto3" json:"reasoning_end,omitempty"`
-	// What both were found by, in words, one line each.
+	// How both were detected, in words, one line each.
 	Evidence []string `protobuf:"bytes,4,rep,name=evidence,proto3" json:"evidence,omitempty"`
-	// Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-	// up in texts. Empty for most.
+	// Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+	// appear in texts. Empty for most models.
 	UnreadMarkers []string `protobuf:"bytes,5,rep,name=unread_markers,json=unreadMarkers,proto3" json:"unread_markers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -29,9 +29,9 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+// Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
 type ModelServiceClient interface {
-	// Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+	// Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
@@ -69,9 +69,9 @@ func (c *modelServiceClient) GetModel(ctx context.Context, in *GetModelRequest, 
 // All implementations must embed UnimplementedModelServiceServer
 // for forward compatibility.
 //
-// Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+// Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
 type ModelServiceServer interface {
-	// Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+	// Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)

@@ -24,18 +24,83 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
-// model's family to say; families that show every image in one size do the same at every level.
+// Who speaks in a turn.
+type Role int32
+
+const (
+	// The role is the one in `ChatMessage.role_name`.
+	Role_ROLE_UNSPECIFIED Role = 0
+	// Instructions for the whole conversation.
+	Role_ROLE_SYSTEM Role = 1
+	// Instructions of the application's developer; "system" where the template does not know this role.
+	Role_ROLE_DEVELOPER Role = 2
+	// The user.
+	Role_ROLE_USER Role = 3
+	// The model.
+	Role_ROLE_ASSISTANT Role = 4
+	// The result of a tool call.
+	Role_ROLE_TOOL Role = 5
+)
+
+// Enum value maps for Role.
+var (
+	Role_name = map[int32]string{
+		0: "ROLE_UNSPECIFIED",
+		1: "ROLE_SYSTEM",
+		2: "ROLE_DEVELOPER",
+		3: "ROLE_USER",
+		4: "ROLE_ASSISTANT",
+		5: "ROLE_TOOL",
+	}
+	Role_value = map[string]int32{
+		"ROLE_UNSPECIFIED": 0,
+		"ROLE_SYSTEM":      1,
+		"ROLE_DEVELOPER":   2,
+		"ROLE_USER":        3,
+		"ROLE_ASSISTANT":   4,
+		"ROLE_TOOL":        5,
+	}
+)
+
+func (x Role) Enum() *Role {
+	p := new(Role)
+	*p = x
+	return p
+}
+
+func (x Role) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Role) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_prompt_proto_enumTypes[0].Descriptor()
+}
+
+func (Role) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_prompt_proto_enumTypes[0]
+}
+
+func (x Role) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Role.Descriptor instead.
+func (Role) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
+}
+
+// How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
+// family; families that show every image in one size do the same at every level.
 type ImageDetail int32
 
 const (
-	// IMAGE_DETAIL_AUTO.
+	// Same as IMAGE_DETAIL_AUTO.
 	ImageDetail_IMAGE_DETAIL_UNSPECIFIED ImageDetail = 0
-	// As the model's own processor has it.
+	// As the model's own processor does it.
 	ImageDetail_IMAGE_DETAIL_AUTO ImageDetail = 1
-	// In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-	// image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-	// to at most 256.
+	// In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+	// image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+	// to at most 256 tokens.
 	ImageDetail_IMAGE_DETAIL_LOW ImageDetail = 2
 	// As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far.
 	ImageDetail_IMAGE_DETAIL_HIGH ImageDetail = 3
@@ -68,11 +133,11 @@ func (x ImageDetail) String() string {
 }
 
 func (ImageDetail) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_prompt_proto_enumTypes[0].Descriptor()
+	return file_icehouse_v1_prompt_proto_enumTypes[1].Descriptor()
 }
 
 func (ImageDetail) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_prompt_proto_enumTypes[0]
+	return &file_icehouse_v1_prompt_proto_enumTypes[1]
 }
 
 func (x ImageDetail) Number() protoreflect.EnumNumber {
@@ -81,19 +146,167 @@ func (x ImageDetail) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ImageDetail.Descriptor instead.
 func (ImageDetail) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{1}
+}
+
+// A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
+// prompt takes this message, so a prompt can be tokenized, warmed, explained, pinned and evicted exactly as it
+// is generated from.
+type Prompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What to continue; one of these is required (PROMPT_MISSING) and must not be empty (PROMPT_EMPTY). Two of
+	// them in one message are refused with PROMPT_AMBIGUOUS; most tools never send that, because their own
+	// message keeps only the last one set. A prompt that leaves no room for one output token in the model's
+	// context is refused with PROMPT_TOO_LONG.
+	//
+	// Types that are valid to be assigned to Form:
+	//
+	//	*Prompt_Text
+	//	*Prompt_Chat
+	//	*Prompt_Tokens
+	//	*Prompt_Infill
+	Form isPrompt_Form `protobuf_oneof:"form"`
+	// Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+	// they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+	// the model's template shows no tools, or its calls cannot be read. Default: none.
+	Tools []*Tool `protobuf:"bytes,5,rep,name=tools,proto3" json:"tools,omitempty"`
+	// The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+	// different adapters share no cached blocks. Default: the model without an adapter.
+	Adapter       string `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Prompt) Reset() {
+	*x = Prompt{}
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Prompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Prompt) ProtoMessage() {}
+
+func (x *Prompt) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Prompt.ProtoReflect.Descriptor instead.
+func (*Prompt) Descriptor() ([]byte, []int) {
 	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
 }
 
-// A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
-// is refused with CHAT_INVALID and the template's words.
+func (x *Prompt) GetForm() isPrompt_Form {
+	if x != nil {
+		return x.Form
+	}
+	return nil
+}
+
+func (x *Prompt) GetText() string {
+	if x != nil {
+		if x, ok := x.Form.(*Prompt_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *Prompt) GetChat() *ChatPrompt {
+	if x != nil {
+		if x, ok := x.Form.(*Prompt_Chat); ok {
+			return x.Chat
+		}
+	}
+	return nil
+}
+
+func (x *Prompt) GetTokens() *TokenPrompt {
+	if x != nil {
+		if x, ok := x.Form.(*Prompt_Tokens); ok {
+			return x.Tokens
+		}
+	}
+	return nil
+}
+
+func (x *Prompt) GetInfill() *InfillPrompt {
+	if x != nil {
+		if x, ok := x.Form.(*Prompt_Infill); ok {
+			return x.Infill
+		}
+	}
+	return nil
+}
+
+func (x *Prompt) GetTools() []*Tool {
+	if x != nil {
+		return x.Tools
+	}
+	return nil
+}
+
+func (x *Prompt) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
+}
+
+type isPrompt_Form interface {
+	isPrompt_Form()
+}
+
+type Prompt_Text struct {
+	// Plain text. The tokenizer adds the model's start token if the model wants one.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type Prompt_Chat struct {
+	// A conversation.
+	Chat *ChatPrompt `protobuf:"bytes,2,opt,name=chat,proto3,oneof"`
+}
+
+type Prompt_Tokens struct {
+	// Token ids, used as they are.
+	Tokens *TokenPrompt `protobuf:"bytes,3,opt,name=tokens,proto3,oneof"`
+}
+
+type Prompt_Infill struct {
+	// Two texts with a gap between them, which the output fills.
+	Infill *InfillPrompt `protobuf:"bytes,4,opt,name=infill,proto3,oneof"`
+}
+
+func (*Prompt_Text) isPrompt_Form() {}
+
+func (*Prompt_Chat) isPrompt_Form() {}
+
+func (*Prompt_Tokens) isPrompt_Form() {}
+
+func (*Prompt_Infill) isPrompt_Form() {}
+
+// A conversation, rendered by the model's own chat template. If the template raises an error, the request
+// is refused with CHAT_INVALID and the template's message.
 //
-// Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
-// histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
-// where it takes no system message, that text goes before the user's message behind it, or is one itself;
-// where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
-// what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
-// are written as text, one after the other, or as a message of their own. Joined texts are separated by an
-// empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
+// Conversations are adapted to the template. What the template accepts is found by rendering small
+// histories. Where it does not know "developer", the role becomes "system". Consecutive system messages become
+// one. Where it accepts no system message, that text is put before the next user message, or becomes a user
+// message. Where it requires roles to alternate, consecutive messages of one role become one, and an empty
+// message is inserted where roles still do not alternate. Where it accepts no calls, not several at once, no text
+// beside them, or no results, they are written as text, one after the other, or as a message of their own.
+// Joined texts are separated by an empty line. A message whose text the template would still drop is refused
+// with CHAT_INVALID. Messages with a `role_name` are passed on as they are.
 type ChatPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The turns, oldest first; at least one. Refused with CHAT_INVALID when empty, and with
@@ -101,11 +314,11 @@ type ChatPrompt struct {
 	Messages []*ChatMessage `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
 	// Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
 	// arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-	// ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-	// defaults, with thinking on where the model can.
+	// ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+	// own defaults, with thinking switched on where the model can think.
 	TemplateArguments *structpb.Struct `protobuf:"bytes,2,opt,name=template_arguments,json=templateArguments,proto3" json:"template_arguments,omitempty"`
-	// Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-	// `continue_final_message`.
+	// Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+	// `continue_final_message` is set.
 	AddGenerationPrompt *bool `protobuf:"varint,3,opt,name=add_generation_prompt,json=addGenerationPrompt,proto3,oneof" json:"add_generation_prompt,omitempty"`
 	// Continue the last message, which must be the assistant's, instead of answering it. Its reasoning is
 	// continued when it has no content. With `add_generation_prompt` it is refused with CHAT_INVALID.
@@ -116,7 +329,7 @@ type ChatPrompt struct {
 
 func (x *ChatPrompt) Reset() {
 	*x = ChatPrompt{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[0]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -128,7 +341,7 @@ func (x *ChatPrompt) String() string {
 func (*ChatPrompt) ProtoMessage() {}
 
 func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[0]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -141,7 +354,7 @@ func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatPrompt.ProtoReflect.Descriptor instead.
 func (*ChatPrompt) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{1}
 }
 
 func (x *ChatPrompt) GetMessages() []*ChatMessage {
@@ -175,40 +388,44 @@ func (x *ChatPrompt) GetContinueFinalMessage() bool {
 // One turn of a conversation.
 type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-	// word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
-	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
+	// Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
+	Role Role `protobuf:"varint,1,opt,name=role,proto3,enum=icehouse.v1.Role" json:"role,omitempty"`
 	// The text of the turn. May be empty.
 	Content string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
-	// The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-	// before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
-	Name *string `protobuf:"bytes,3,opt,name=name,proto3,oneof" json:"name,omitempty"`
-	// What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-	// "assistant"; the template decides which turns keep theirs. Absent: none.
+	// The speaker's name, for templates that show it; where messages of several speakers become one, it is
+	// written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+	// of ROLE_TOOL the name in its call.
+	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	// The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+	// ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
 	Reasoning string `protobuf:"bytes,4,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-	// server's, or empty: the template sees such as it takes, the same for a call and its result.
+	// The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+	// server's, or empty: the template gets ids that it accepts, the same for a call and its result.
 	ToolCalls []*ToolCall `protobuf:"bytes,5,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
-	// The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-	// id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-	// put in the calls' order.
+	// The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+	// has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+	// are put in the order of the calls.
 	ToolCallId string `protobuf:"bytes,6,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
-	// The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-	// Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-	// prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-	// are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-	// without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+	// The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+	// Text does not say which tokens a model drew: the same words can be split differently, and a cached
+	// prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+	// are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+	// without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
 	// is tokenized.
 	TokenIds []int32 `protobuf:"varint,7,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The text of the turn in parts, joined without a separator. Refused with CHAT_INVALID beside `content`.
-	Parts         []*ContentPart `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
+	Parts []*ContentPart `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
+	// The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+	// where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+	// does not know. CHAT_INVALID in each of these cases.
+	RoleName      string `protobuf:"bytes,9,opt,name=role_name,json=roleName,proto3" json:"role_name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[1]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -220,7 +437,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[1]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -233,14 +450,14 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{2}
 }
 
-func (x *ChatMessage) GetRole() string {
+func (x *ChatMessage) GetRole() Role {
 	if x != nil {
 		return x.Role
 	}
-	return ""
+	return Role_ROLE_UNSPECIFIED
 }
 
 func (x *ChatMessage) GetContent() string {
@@ -251,8 +468,8 @@ func (x *ChatMessage) GetContent() string {
 }
 
 func (x *ChatMessage) GetName() string {
-	if x != nil && x.Name != nil {
-		return *x.Name
+	if x != nil {
+		return x.Name
 	}
 	return ""
 }
@@ -292,6 +509,13 @@ func (x *ChatMessage) GetParts() []*ContentPart {
 	return nil
 }
 
+func (x *ChatMessage) GetRoleName() string {
+	if x != nil {
+		return x.RoleName
+	}
+	return ""
+}
+
 // A part of a turn.
 type ContentPart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -308,7 +532,7 @@ type ContentPart struct {
 
 func (x *ContentPart) Reset() {
 	*x = ContentPart{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[2]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -320,7 +544,7 @@ func (x *ContentPart) String() string {
 func (*ContentPart) ProtoMessage() {}
 
 func (x *ContentPart) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[2]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -333,7 +557,7 @@ func (x *ContentPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
 func (*ContentPart) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{2}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ContentPart) GetPart() isContentPart_Part {
@@ -371,11 +595,11 @@ type ContentPart_Text struct {
 }
 
 type ContentPart_Image struct {
-	// An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-	// are shown to the model in a user's turn behind them, since few families show any in a result; where there
-	// are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-	// the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-	// more of them than `server.max_images`.
+	// An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+	// to the model in a user's turn after them, since few model families show images in a result; where there are
+	// several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+	// where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+	// has more images than `server.max_images`.
 	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
 
@@ -394,10 +618,10 @@ type ImagePart struct {
 	//	*ImagePart_Data
 	//	*ImagePart_Uri
 	Source isImagePart_Source `protobuf_oneof:"source"`
-	// What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-	// error where they are no image. Absent: what the data URI says.
+	// The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+	// appears in the error where they are no image. Default: what the data URI says.
 	MediaType string `protobuf:"bytes,3,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
-	// How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+	// How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
 	Detail        ImageDetail `protobuf:"varint,4,opt,name=detail,proto3,enum=icehouse.v1.ImageDetail" json:"detail,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -405,7 +629,7 @@ type ImagePart struct {
 
 func (x *ImagePart) Reset() {
 	*x = ImagePart{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -417,7 +641,7 @@ func (x *ImagePart) String() string {
 func (*ImagePart) ProtoMessage() {}
 
 func (x *ImagePart) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[3]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -430,7 +654,7 @@ func (x *ImagePart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImagePart.ProtoReflect.Descriptor instead.
 func (*ImagePart) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ImagePart) GetSource() isImagePart_Source {
@@ -477,8 +701,8 @@ type isImagePart_Source interface {
 }
 
 type ImagePart_Data struct {
-	// The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-	// `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+	// The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+	// `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
 	// not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
 	Data []byte `protobuf:"bytes,1,opt,name=data,proto3,oneof"`
 }
@@ -486,11 +710,11 @@ type ImagePart_Data struct {
 type ImagePart_Uri struct {
 	// A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
 	// file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-	// of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-	// folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-	// Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-	// is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-	// a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+	// of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+	// folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+	// allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+	// or not there is such a file or host. If the hosts do not deliver all images of a request within
+	// `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
 	Uri string `protobuf:"bytes,2,opt,name=uri,proto3,oneof"`
 }
 
@@ -498,17 +722,17 @@ func (*ImagePart_Data) isImagePart_Source() {}
 
 func (*ImagePart_Uri) isImagePart_Source() {}
 
-// Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
-// they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
-// CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
-// A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
-// prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
-// output as the request's `stop_token_ids` do.
+// Two texts with a gap between them, which the output fills (fill in the middle). Works with models that are
+// trained for it: Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+// CodeLlama and others whose vocabularies have the same special tokens. Other models refuse it with UNSUPPORTED.
+// The prompt is the model's start token, then the prefix and the suffix with the special tokens, so prompts with
+// the same prefix share its cached blocks. Those special tokens, and the ones that such a model writes at the end
+// of a file, end the output as the request's `stop_token_ids` do.
 type InfillPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+	// The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
 	Prefix string `protobuf:"bytes,1,opt,name=prefix,proto3" json:"prefix,omitempty"`
-	// What stands behind the gap.
+	// The text after the gap.
 	Suffix        string `protobuf:"bytes,2,opt,name=suffix,proto3" json:"suffix,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -516,7 +740,7 @@ type InfillPrompt struct {
 
 func (x *InfillPrompt) Reset() {
 	*x = InfillPrompt{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -528,7 +752,7 @@ func (x *InfillPrompt) String() string {
 func (*InfillPrompt) ProtoMessage() {}
 
 func (x *InfillPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[4]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -541,7 +765,7 @@ func (x *InfillPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InfillPrompt.ProtoReflect.Descriptor instead.
 func (*InfillPrompt) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *InfillPrompt) GetPrefix() string {
@@ -558,7 +782,7 @@ func (x *InfillPrompt) GetSuffix() string {
 	return ""
 }
 
-// A prompt that the caller has tokenized. Nothing is added to it, no start token either.
+// A prompt that the caller has tokenized. Nothing is added to it, not even a start token.
 type TokenPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Token ids, each in [0, vocabulary size); at least one. An id outside is refused with
@@ -570,7 +794,7 @@ type TokenPrompt struct {
 
 func (x *TokenPrompt) Reset() {
 	*x = TokenPrompt{}
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -582,7 +806,7 @@ func (x *TokenPrompt) String() string {
 func (*TokenPrompt) ProtoMessage() {}
 
 func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_prompt_proto_msgTypes[5]
+	mi := &file_icehouse_v1_prompt_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -595,7 +819,7 @@ func (x *TokenPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenPrompt.ProtoReflect.Descriptor instead.
 func (*TokenPrompt) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TokenPrompt) GetIds() []int32 {
@@ -609,26 +833,34 @@ var File_icehouse_v1_prompt_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\n" +
-	"\x18icehouse/v1/prompt.proto\x12\vicehouse.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16icehouse/v1/tool.proto\"\x93\x02\n" +
+	"\x18icehouse/v1/prompt.proto\x12\vicehouse.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16icehouse/v1/tool.proto\"\x81\x02\n" +
+	"\x06Prompt\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12-\n" +
+	"\x04chat\x18\x02 \x01(\v2\x17.icehouse.v1.ChatPromptH\x00R\x04chat\x122\n" +
+	"\x06tokens\x18\x03 \x01(\v2\x18.icehouse.v1.TokenPromptH\x00R\x06tokens\x123\n" +
+	"\x06infill\x18\x04 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12'\n" +
+	"\x05tools\x18\x05 \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
+	"\aadapter\x18\x06 \x01(\tR\aadapterB\x06\n" +
+	"\x04form\"\x93\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.icehouse.v1.ChatMessageR\bmessages\x12F\n" +
 	"\x12template_arguments\x18\x02 \x01(\v2\x17.google.protobuf.StructR\x11templateArguments\x127\n" +
 	"\x15add_generation_prompt\x18\x03 \x01(\bH\x00R\x13addGenerationPrompt\x88\x01\x01\x124\n" +
 	"\x16continue_final_message\x18\x04 \x01(\bR\x14continueFinalMessageB\x18\n" +
-	"\x16_add_generation_prompt\"\xa0\x02\n" +
-	"\vChatMessage\x12\x12\n" +
-	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
-	"\acontent\x18\x02 \x01(\tR\acontent\x12\x17\n" +
-	"\x04name\x18\x03 \x01(\tH\x00R\x04name\x88\x01\x01\x12\x1c\n" +
+	"\x16_add_generation_prompt\"\xc2\x02\n" +
+	"\vChatMessage\x12%\n" +
+	"\x04role\x18\x01 \x01(\x0e2\x11.icehouse.v1.RoleR\x04role\x12\x18\n" +
+	"\acontent\x18\x02 \x01(\tR\acontent\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1c\n" +
 	"\treasoning\x18\x04 \x01(\tR\treasoning\x124\n" +
 	"\n" +
 	"tool_calls\x18\x05 \x03(\v2\x15.icehouse.v1.ToolCallR\ttoolCalls\x12 \n" +
 	"\ftool_call_id\x18\x06 \x01(\tR\n" +
 	"toolCallId\x12\x1b\n" +
 	"\ttoken_ids\x18\a \x03(\x05R\btokenIds\x12.\n" +
-	"\x05parts\x18\b \x03(\v2\x18.icehouse.v1.ContentPartR\x05partsB\a\n" +
-	"\x05_name\"[\n" +
+	"\x05parts\x18\b \x03(\v2\x18.icehouse.v1.ContentPartR\x05parts\x12\x1b\n" +
+	"\trole_name\x18\t \x01(\tR\broleName\"[\n" +
 	"\vContentPart\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12.\n" +
 	"\x05image\x18\x02 \x01(\v2\x16.icehouse.v1.ImagePartH\x00R\x05imageB\x06\n" +
@@ -644,7 +876,14 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\x06prefix\x18\x01 \x01(\tR\x06prefix\x12\x16\n" +
 	"\x06suffix\x18\x02 \x01(\tR\x06suffix\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\x05R\x03ids*o\n" +
+	"\x03ids\x18\x01 \x03(\x05R\x03ids*s\n" +
+	"\x04Role\x12\x14\n" +
+	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
+	"\vROLE_SYSTEM\x10\x01\x12\x12\n" +
+	"\x0eROLE_DEVELOPER\x10\x02\x12\r\n" +
+	"\tROLE_USER\x10\x03\x12\x12\n" +
+	"\x0eROLE_ASSISTANT\x10\x04\x12\r\n" +
+	"\tROLE_TOOL\x10\x05*o\n" +
 	"\vImageDetail\x12\x1c\n" +
 	"\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n" +
@@ -664,31 +903,39 @@ func file_icehouse_v1_prompt_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_prompt_proto_rawDescData
 }
 
-var file_icehouse_v1_prompt_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_icehouse_v1_prompt_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_icehouse_v1_prompt_proto_goTypes = []any{
-	(ImageDetail)(0),        // 0: icehouse.v1.ImageDetail
-	(*ChatPrompt)(nil),      // 1: icehouse.v1.ChatPrompt
-	(*ChatMessage)(nil),     // 2: icehouse.v1.ChatMessage
-	(*ContentPart)(nil),     // 3: icehouse.v1.ContentPart
-	(*ImagePart)(nil),       // 4: icehouse.v1.ImagePart
-	(*InfillPrompt)(nil),    // 5: icehouse.v1.InfillPrompt
-	(*TokenPrompt)(nil),     // 6: icehouse.v1.TokenPrompt
-	(*structpb.Struct)(nil), // 7: google.protobuf.Struct
-	(*ToolCall)(nil),        // 8: icehouse.v1.ToolCall
+	(Role)(0),               // 0: icehouse.v1.Role
+	(ImageDetail)(0),        // 1: icehouse.v1.ImageDetail
+	(*Prompt)(nil),          // 2: icehouse.v1.Prompt
+	(*ChatPrompt)(nil),      // 3: icehouse.v1.ChatPrompt
+	(*ChatMessage)(nil),     // 4: icehouse.v1.ChatMessage
+	(*ContentPart)(nil),     // 5: icehouse.v1.ContentPart
+	(*ImagePart)(nil),       // 6: icehouse.v1.ImagePart
+	(*InfillPrompt)(nil),    // 7: icehouse.v1.InfillPrompt
+	(*TokenPrompt)(nil),     // 8: icehouse.v1.TokenPrompt
+	(*Tool)(nil),            // 9: icehouse.v1.Tool
+	(*structpb.Struct)(nil), // 10: google.protobuf.Struct
+	(*ToolCall)(nil),        // 11: icehouse.v1.ToolCall
 }
 var file_icehouse_v1_prompt_proto_depIdxs = []int32{
-	2, // 0: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
-	7, // 1: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
-	8, // 2: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
-	3, // 3: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
-	4, // 4: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
-	0, // 5: icehouse.v1.ImagePart.detail:type_name -> icehouse.v1.ImageDetail
-	6, // [6:6] is the sub-list for method output_type
-	6, // [6:6] is the sub-list for method input_type
-	6, // [6:6] is the sub-list for extension type_name
-	6, // [6:6] is the sub-list for extension extendee
-	0, // [0:6] is the sub-list for field type_name
+	3,  // 0: icehouse.v1.Prompt.chat:type_name -> icehouse.v1.ChatPrompt
+	8,  // 1: icehouse.v1.Prompt.tokens:type_name -> icehouse.v1.TokenPrompt
+	7,  // 2: icehouse.v1.Prompt.infill:type_name -> icehouse.v1.InfillPrompt
+	9,  // 3: icehouse.v1.Prompt.tools:type_name -> icehouse.v1.Tool
+	4,  // 4: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
+	10, // 5: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
+	0,  // 6: icehouse.v1.ChatMessage.role:type_name -> icehouse.v1.Role
+	11, // 7: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
+	5,  // 8: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
+	6,  // 9: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
+	1,  // 10: icehouse.v1.ImagePart.detail:type_name -> icehouse.v1.ImageDetail
+	11, // [11:11] is the sub-list for method output_type
+	11, // [11:11] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_prompt_proto_init() }
@@ -697,13 +944,18 @@ func file_icehouse_v1_prompt_proto_init() {
 		return
 	}
 	file_icehouse_v1_tool_proto_init()
-	file_icehouse_v1_prompt_proto_msgTypes[0].OneofWrappers = []any{}
+	file_icehouse_v1_prompt_proto_msgTypes[0].OneofWrappers = []any{
+		(*Prompt_Text)(nil),
+		(*Prompt_Chat)(nil),
+		(*Prompt_Tokens)(nil),
+		(*Prompt_Infill)(nil),
+	}
 	file_icehouse_v1_prompt_proto_msgTypes[1].OneofWrappers = []any{}
-	file_icehouse_v1_prompt_proto_msgTypes[2].OneofWrappers = []any{
+	file_icehouse_v1_prompt_proto_msgTypes[3].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
 		(*ContentPart_Image)(nil),
 	}
-	file_icehouse_v1_prompt_proto_msgTypes[3].OneofWrappers = []any{
+	file_icehouse_v1_prompt_proto_msgTypes[4].OneofWrappers = []any{
 		(*ImagePart_Data)(nil),
 		(*ImagePart_Uri)(nil),
 	}
@@ -712,8 +964,8 @@ func file_icehouse_v1_prompt_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_prompt_proto_rawDesc), len(file_icehouse_v1_prompt_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   6,
+			NumEnums:      2,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -27,41 +27,41 @@ const (
 // A query and the documents to rank for it.
 type RerankRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's name for this request, as for Generate. Absent: one is made.
+	// The caller's name for this request, as for Generate. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// What the documents are to answer. Required (PROMPT_EMPTY).
+	// What the documents should answer. Required (PROMPT_EMPTY).
 	Query string `protobuf:"bytes,3,opt,name=query,proto3" json:"query,omitempty"`
-	// The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+	// The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
 	// (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
 	Documents []string `protobuf:"bytes,4,rep,name=documents,proto3" json:"documents,omitempty"`
-	// The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+	// The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
 	// answer the query", which Qwen3-Reranker was trained with.
 	Instruction string `protobuf:"bytes,5,opt,name=instruction,proto3" json:"instruction,omitempty"`
-	// How many of the best to return. Absent or 0: all.
+	// How many of the best documents to return. Default: all.
 	TopCount int32 `protobuf:"varint,6,opt,name=top_count,json=topCount,proto3" json:"top_count,omitempty"`
 	// How a document becomes a prompt. `{instruction}`, `{query}` and `{document}` stand for the request's
-	// own; the last two must occur (PARAMETER_OUT_OF_RANGE), and what comes before `{document}` is computed
-	// once for all. Absent: two turns as Qwen3-Reranker was trained with, thinking switched off.
+	// fields; the last two must occur (PARAMETER_OUT_OF_RANGE), and what comes before `{document}` is computed
+	// once for all documents. Default: two turns as Qwen3-Reranker was trained with, thinking switched off.
 	//
 	// Types that are valid to be assigned to Form:
 	//
 	//	*RerankRequest_Turns
 	//	*RerankRequest_Text
 	Form isRerankRequest_Form `protobuf_oneof:"form"`
-	// The first token of the answer that speaks for a document, one token of the model
-	// (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+	// The answer for a relevant document, one token of the model
+	// (PARAMETER_OUT_OF_RANGE). Default: "yes".
 	PositiveAnswer string `protobuf:"bytes,9,opt,name=positive_answer,json=positiveAnswer,proto3" json:"positive_answer,omitempty"`
-	// The first token of the answer that speaks against it, another one token. Absent: "no".
+	// The answer for an irrelevant document, another token of the model. Default: "no".
 	NegativeAnswer string `protobuf:"bytes,10,opt,name=negative_answer,json=negativeAnswer,proto3" json:"negative_answer,omitempty"`
-	// How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-	// what is asked for again. Absent: read and write.
+	// What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+	// evicting prompts that come again. Default: read and write.
 	Cache *CachePolicy `protobuf:"bytes,11,opt,name=cache,proto3" json:"cache,omitempty"`
-	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	// The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
-	Adapter       string `protobuf:"bytes,17,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
+	Adapter       string `protobuf:"bytes,13,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -203,13 +203,13 @@ type isRerankRequest_Form interface {
 }
 
 type RerankRequest_Turns struct {
-	// A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-	// CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+	// A conversation, rendered by the model's chat template with `enable_thinking` false.
+	// CHAT_INVALID where the template nevertheless begins every reply with reasoning.
 	Turns *RerankTurns `protobuf:"bytes,7,opt,name=turns,proto3,oneof"`
 }
 
 type RerankRequest_Text struct {
-	// Plain text, for models without a chat template and forms that it cannot give.
+	// Plain text, for models without a chat template, and for prompts that a template cannot express.
 	Text string `protobuf:"bytes,8,opt,name=text,proto3,oneof"`
 }
 
@@ -220,7 +220,7 @@ func (*RerankRequest_Text) isRerankRequest_Form() {}
 // A conversation of up to two turns.
 type RerankTurns struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The system turn. Absent: there is none.
+	// The system turn. Default: none.
 	System string `protobuf:"bytes,1,opt,name=system,proto3" json:"system,omitempty"`
 	// The user's turn. Required (PARAMETER_OUT_OF_RANGE).
 	User          string `protobuf:"bytes,2,opt,name=user,proto3" json:"user,omitempty"`
@@ -275,17 +275,17 @@ func (x *RerankTurns) GetUser() string {
 // The ranking.
 type RerankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's request id, or the one made for it.
+	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The model that answered.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// The documents, best first; equals in the request's order.
+	// The documents, best first; equal ones in the request's order.
 	Results []*RerankResult `protobuf:"bytes,3,rep,name=results,proto3" json:"results,omitempty"`
 	// Tokens of all prompts.
 	PromptTokens int32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// How many of them came from the cache.
 	CachedTokens int32 `protobuf:"varint,5,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
-	// From arrival to the last score.
+	// From the receipt of the request to the last score.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,6,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -363,15 +363,15 @@ func (x *RerankResponse) GetTotalDuration() *durationpb.Duration {
 	return nil
 }
 
-// One document's place.
+// The score of one document.
 type RerankResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its place in `RerankRequest.documents`, from 0.
+	// Its index in `RerankRequest.documents`, from 0.
 	Index int32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
 	// The probability of the positive answer against the negative one, 0 to 1.
 	Score float64 `protobuf:"fixed64,2,opt,name=score,proto3" json:"score,omitempty"`
-	// The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-	// apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+	// The difference of the two answers' logits, of which `score` is the logistic function; it still
+	// distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
 	LogOdds float64 `protobuf:"fixed64,3,opt,name=log_odds,json=logOdds,proto3" json:"log_odds,omitempty"`
 	// Tokens of its prompt.
 	PromptTokens  int32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
@@ -457,7 +457,7 @@ const file_icehouse_v1_rerank_service_proto_rawDesc = "" +
 	" \x01(\tR\x0enegativeAnswer\x12.\n" +
 	"\x05cache\x18\v \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12\x18\n" +
-	"\aadapter\x18\x11 \x01(\tR\aadapterB\x06\n" +
+	"\aadapter\x18\r \x01(\tR\aadapterB\x06\n" +
 	"\x04form\"9\n" +
 	"\vRerankTurns\x12\x16\n" +
 	"\x06system\x18\x01 \x01(\tR\x06system\x12\x12\n" +

@@ -28,15 +28,15 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-// such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-// Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+// Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+// such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+// Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
 // loads language models. Errors carry google.rpc details as InferenceService's do.
 type RerankServiceClient interface {
-	// Scores each document by the probabilities of two answers as the model's first token, and returns them
-	// best first. Every document is one short request in the batch, taken in all together or not at all, and
+	// Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+	// best first. Every document is one short request in the batch; they are accepted or refused together. Each
 	// uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-	// computed once. Else the refusals of InferenceService.Generate.
+	// computed once. Errors are those of InferenceService.Generate.
 	Rerank(ctx context.Context, in *RerankRequest, opts ...grpc.CallOption) (*RerankResponse, error)
 }
 
@@ -62,15 +62,15 @@ func (c *rerankServiceClient) Rerank(ctx context.Context, in *RerankRequest, opt
 // All implementations must embed UnimplementedRerankServiceServer
 // for forward compatibility.
 //
-// Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-// such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-// Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+// Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+// such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+// Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
 // loads language models. Errors carry google.rpc details as InferenceService's do.
 type RerankServiceServer interface {
-	// Scores each document by the probabilities of two answers as the model's first token, and returns them
-	// best first. Every document is one short request in the batch, taken in all together or not at all, and
+	// Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+	// best first. Every document is one short request in the batch; they are accepted or refused together. Each
 	// uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-	// computed once. Else the refusals of InferenceService.Generate.
+	// computed once. Errors are those of InferenceService.Generate.
 	Rerank(context.Context, *RerankRequest) (*RerankResponse, error)
 	mustEmbedUnimplementedRerankServiceServer()
 }

@@ -23,20 +23,20 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Keeps the output inside a form: at each step only tokens that can still lead to it may be drawn,
-// and end tokens only where it is complete. An output that ended otherwise than by a limit, a stop
+// Constrains the output to a form: at each step only tokens that can still lead to it may be drawn,
+// and end tokens only where it is complete. An output that was not ended by a limit, a stop
 // string or one of the request's `stop_token_ids` has the form; its finish reason is
-// FINISH_REASON_STOP_TOKEN. Any other is a beginning of it. The form wins over
+// FINISH_REASON_STOP_TOKEN. Any other output is a beginning of the form. The form takes precedence over
 // everything in `sampling`: a bias or a ban never makes a token possible or the output impossible.
 //
-// Reasoning stays outside of the form: where a chat's prompt ends within it (templates that open it), or
-// `max_reasoning_tokens` above 0 lets the model open it, the form begins behind the end marker, and no end
-// token may be drawn before. Elsewhere it begins with the first token.
+// Reasoning is not part of the form: where a chat's prompt ends within reasoning (templates that open it), or
+// `max_reasoning_tokens` above 0 lets the model open it, the form begins after the end marker, and no end
+// token may be drawn before. Otherwise the form begins with the first token.
 //
 // A form that cannot be used is refused with RESPONSE_FORMAT_INVALID, whose metadata has `place` (a
-// JSON pointer into the schema, or line and column) and `detail`. One that is larger than the server's
+// JSON pointer into the schema, or line and column) and `detail`. A form that is larger than the server's
 // limit (64 KiB by default) or takes too long to compile is refused with GRAMMAR_TOO_COMPLEX; an
-// output can end with that too, in the rare case that a step passes the limits of the parser.
+// output can also end with that, in the rare case that a step exceeds the limits of the parser.
 type ResponseFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which form; one of these is required (RESPONSE_FORMAT_INVALID).
@@ -49,9 +49,9 @@ type ResponseFormat struct {
 	//	*ResponseFormat_Lark
 	//	*ResponseFormat_Choice
 	Format isResponseFormat_Format `protobuf_oneof:"format"`
-	// For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-	// of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-	// and at most 32 spaces or tabs behind it.
+	// No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+	// (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+	// followed by at most 32 spaces or tabs.
 	Compact       bool `protobuf:"varint,6,opt,name=compact,proto3" json:"compact,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -153,12 +153,12 @@ type isResponseFormat_Format interface {
 type ResponseFormat_JsonSchema struct {
 	// A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
 	// properties in the schema's order. It is text and not a Struct because a Struct has no order and
-	// no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-	// unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-	// `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-	// not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-	// that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-	// vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+	// no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+	// unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+	// `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+	// not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+	// alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+	// vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
 	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
 }
 
@@ -168,8 +168,8 @@ type ResponseFormat_JsonObject struct {
 }
 
 type ResponseFormat_Regex struct {
-	// A regular expression in the syntax of Rust's regex crate, without look-around and back
-	// references; it must match the whole output.
+	// A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+	// it must match the whole output.
 	Regex string `protobuf:"bytes,3,opt,name=regex,proto3,oneof"`
 }
 

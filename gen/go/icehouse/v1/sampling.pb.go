@@ -27,65 +27,64 @@ const (
 // A value outside its range is refused with PARAMETER_OUT_OF_RANGE, a token id outside the
 // vocabulary with TOKEN_OUT_OF_RANGE.
 //
-// The order is: logit_bias, repetition, presence and frequency penalty, the mask of a response
-// format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each judged at
+// The steps are: logit_bias, repetition, presence and frequency penalty, the mask of a response
+// format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each evaluated at
 // temperature 1; then the draw at the temperature.
 type SamplingParams struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
-	Temperature *float64 `protobuf:"fixed64,1,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
-	// Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-	// Absent: 1.
-	TopP *float64 `protobuf:"fixed64,2,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
-	// Keeps this many of the likeliest tokens, >= 0; 0 keeps all. Absent: 0.
-	TopK *int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
-	// Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-	// Absent: 0.
-	MinP *float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
+	// Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
+	Temperature float64 `protobuf:"fixed64,1,opt,name=temperature,proto3" json:"temperature,omitempty"`
+	// Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+	// Default: 1.
+	TopP float64 `protobuf:"fixed64,2,opt,name=top_p,json=topP,proto3" json:"top_p,omitempty"`
+	// Keeps this many of the most likely tokens, >= 0; 0 keeps all. Default: 0.
+	TopK int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3" json:"top_k,omitempty"`
+	// Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+	// Default: 0.
+	MinP float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3" json:"min_p,omitempty"`
 	// Start of the request's own random sequence, any value. The same seed, prompt and
-	// parameters give the same text whatever else runs. Absent: one is drawn and reported.
+	// parameters give the same text whatever else runs. Default: one is drawn and returned.
 	Seed *uint64 `protobuf:"varint,5,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
-	// XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-	// 0 never. Decided by the request's own random sequence. Absent: 0.
-	XtcProbability *float64 `protobuf:"fixed64,6,opt,name=xtc_probability,json=xtcProbability,proto3,oneof" json:"xtc_probability,omitempty"`
-	// Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-	// never an end token, in [0, 0.5]. Absent: 0.1.
+	// XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+	// 0 never. Decided by the request's own random sequence. Default: 0.
+	XtcProbability float64 `protobuf:"fixed64,6,opt,name=xtc_probability,json=xtcProbability,proto3" json:"xtc_probability,omitempty"`
+	// XTC excludes the tokens more likely than this, except the least likely of them and
+	// end tokens, in [0, 0.5]. Default: 0.1.
 	XtcThreshold *float64 `protobuf:"fixed64,7,opt,name=xtc_threshold,json=xtcThreshold,proto3,oneof" json:"xtc_threshold,omitempty"`
 	// Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-	// ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
-	RepetitionPenalty *float64 `protobuf:"fixed64,8,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
+	// ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
+	RepetitionPenalty float64 `protobuf:"fixed64,8,opt,name=repetition_penalty,json=repetitionPenalty,proto3" json:"repetition_penalty,omitempty"`
 	// How many of the last tokens of prompt and output together count as seen for the repetition
-	// penalty, >= 0; 0 counts all. Absent: 0.
+	// penalty, >= 0; 0 counts all. Default: 0.
 	RepetitionWindow int32 `protobuf:"varint,9,opt,name=repetition_window,json=repetitionWindow,proto3" json:"repetition_window,omitempty"`
-	// Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-	// encourages new tokens. The prompt does not count. Absent: 0.
+	// Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+	// encourages new tokens. The prompt does not count. Default: 0.
 	PresencePenalty float64 `protobuf:"fixed64,10,opt,name=presence_penalty,json=presencePenalty,proto3" json:"presence_penalty,omitempty"`
 	// How many of the last output tokens count for the presence penalty, >= 0; 0 counts all.
-	// Absent: 0.
+	// Default: 0.
 	PresenceWindow int32 `protobuf:"varint,11,opt,name=presence_window,json=presenceWindow,proto3" json:"presence_window,omitempty"`
-	// Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-	// nothing. The prompt does not count. Absent: 0.
+	// Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+	// nothing. The prompt does not count. Default: 0.
 	FrequencyPenalty float64 `protobuf:"fixed64,12,opt,name=frequency_penalty,json=frequencyPenalty,proto3" json:"frequency_penalty,omitempty"`
 	// How many of the last output tokens count for the frequency penalty, >= 0; 0 counts all.
-	// Absent: 0.
+	// Default: 0.
 	FrequencyWindow int32 `protobuf:"varint,13,opt,name=frequency_window,json=frequencyWindow,proto3" json:"frequency_window,omitempty"`
-	// What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-	// -100 all but forbids it. At most 1024 entries. Absent: nothing.
+	// Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+	// -100 almost forbids it. At most 1024 entries. Default: nothing.
 	LogitBias map[int32]float64 `protobuf:"bytes,14,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
-	// Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-	// front, is not completed, also where the prompt began it. A text that is spelled with other
+	// Texts that must not appear: the tokens of each text, with and without a preceding space,
+	// are never completed, also where the prompt began them. A text that is spelled with other
 	// tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-	// UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+	// UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
 	BadWords []string `protobuf:"bytes,15,rep,name=bad_words,json=badWords,proto3" json:"bad_words,omitempty"`
 	// Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-	// Absent: none.
+	// Default: none.
 	BadTokenSequences []*TokenSequence `protobuf:"bytes,16,rep,name=bad_token_sequences,json=badTokenSequences,proto3" json:"bad_token_sequences,omitempty"`
-	// Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-	// string;
-	// from 0 to the request's max_output_tokens. Absent: 0.
+	// Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+	// stop string; from 0 to the request's `max_output_tokens`. Default: 0.
 	MinOutputTokens int32 `protobuf:"varint,17,opt,name=min_output_tokens,json=minOutputTokens,proto3" json:"min_output_tokens,omitempty"`
-	// Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-	// the output; for measuring. Absent: false.
+	// Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+	// the output; for benchmarks. Default: false.
 	IgnoreEndTokens bool `protobuf:"varint,18,opt,name=ignore_end_tokens,json=ignoreEndTokens,proto3" json:"ignore_end_tokens,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -122,29 +121,29 @@ func (*SamplingParams) Descriptor() ([]byte, []int) {
 }
 
 func (x *SamplingParams) GetTemperature() float64 {
-	if x != nil && x.Temperature != nil {
-		return *x.Temperature
+	if x != nil {
+		return x.Temperature
 	}
 	return 0
 }
 
 func (x *SamplingParams) GetTopP() float64 {
-	if x != nil && x.TopP != nil {
-		return *x.TopP
+	if x != nil {
+		return x.TopP
 	}
 	return 0
 }
 
 func (x *SamplingParams) GetTopK() int32 {
-	if x != nil && x.TopK != nil {
-		return *x.TopK
+	if x != nil {
+		return x.TopK
 	}
 	return 0
 }
 
 func (x *SamplingParams) GetMinP() float64 {
-	if x != nil && x.MinP != nil {
-		return *x.MinP
+	if x != nil {
+		return x.MinP
 	}
 	return 0
 }
@@ -157,8 +156,8 @@ func (x *SamplingParams) GetSeed() uint64 {
 }
 
 func (x *SamplingParams) GetXtcProbability() float64 {
-	if x != nil && x.XtcProbability != nil {
-		return *x.XtcProbability
+	if x != nil {
+		return x.XtcProbability
 	}
 	return 0
 }
@@ -171,8 +170,8 @@ func (x *SamplingParams) GetXtcThreshold() float64 {
 }
 
 func (x *SamplingParams) GetRepetitionPenalty() float64 {
-	if x != nil && x.RepetitionPenalty != nil {
-		return *x.RepetitionPenalty
+	if x != nil {
+		return x.RepetitionPenalty
 	}
 	return 0
 }
@@ -247,10 +246,10 @@ func (x *SamplingParams) GetIgnoreEndTokens() bool {
 	return false
 }
 
-// Tokens one after the other.
+// Consecutive tokens.
 type TokenSequence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Their ids, each inside the vocabulary.
+	// Their ids, each in the vocabulary.
 	Ids           []int32 `protobuf:"varint,1,rep,packed,name=ids,proto3" json:"ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -297,16 +296,16 @@ var File_icehouse_v1_sampling_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_sampling_proto_rawDesc = "" +
 	"\n" +
-	"\x1aicehouse/v1/sampling.proto\x12\vicehouse.v1\"\xc1\a\n" +
-	"\x0eSamplingParams\x12%\n" +
-	"\vtemperature\x18\x01 \x01(\x01H\x00R\vtemperature\x88\x01\x01\x12\x18\n" +
-	"\x05top_p\x18\x02 \x01(\x01H\x01R\x04topP\x88\x01\x01\x12\x18\n" +
-	"\x05top_k\x18\x03 \x01(\x05H\x02R\x04topK\x88\x01\x01\x12\x18\n" +
-	"\x05min_p\x18\x04 \x01(\x01H\x03R\x04minP\x88\x01\x01\x12\x17\n" +
-	"\x04seed\x18\x05 \x01(\x04H\x04R\x04seed\x88\x01\x01\x12,\n" +
-	"\x0fxtc_probability\x18\x06 \x01(\x01H\x05R\x0extcProbability\x88\x01\x01\x12(\n" +
-	"\rxtc_threshold\x18\a \x01(\x01H\x06R\fxtcThreshold\x88\x01\x01\x122\n" +
-	"\x12repetition_penalty\x18\b \x01(\x01H\aR\x11repetitionPenalty\x88\x01\x01\x12+\n" +
+	"\x1aicehouse/v1/sampling.proto\x12\vicehouse.v1\"\xca\x06\n" +
+	"\x0eSamplingParams\x12 \n" +
+	"\vtemperature\x18\x01 \x01(\x01R\vtemperature\x12\x13\n" +
+	"\x05top_p\x18\x02 \x01(\x01R\x04topP\x12\x13\n" +
+	"\x05top_k\x18\x03 \x01(\x05R\x04topK\x12\x13\n" +
+	"\x05min_p\x18\x04 \x01(\x01R\x04minP\x12\x17\n" +
+	"\x04seed\x18\x05 \x01(\x04H\x00R\x04seed\x88\x01\x01\x12'\n" +
+	"\x0fxtc_probability\x18\x06 \x01(\x01R\x0extcProbability\x12(\n" +
+	"\rxtc_threshold\x18\a \x01(\x01H\x01R\fxtcThreshold\x88\x01\x01\x12-\n" +
+	"\x12repetition_penalty\x18\b \x01(\x01R\x11repetitionPenalty\x12+\n" +
 	"\x11repetition_window\x18\t \x01(\x05R\x10repetitionWindow\x12)\n" +
 	"\x10presence_penalty\x18\n" +
 	" \x01(\x01R\x0fpresencePenalty\x12'\n" +
@@ -321,15 +320,9 @@ const file_icehouse_v1_sampling_proto_rawDesc = "" +
 	"\x11ignore_end_tokens\x18\x12 \x01(\bR\x0fignoreEndTokens\x1a<\n" +
 	"\x0eLogitBiasEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\x0e\n" +
-	"\f_temperatureB\b\n" +
-	"\x06_top_pB\b\n" +
-	"\x06_top_kB\b\n" +
-	"\x06_min_pB\a\n" +
-	"\x05_seedB\x12\n" +
-	"\x10_xtc_probabilityB\x10\n" +
-	"\x0e_xtc_thresholdB\x15\n" +
-	"\x13_repetition_penalty\"!\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\a\n" +
+	"\x05_seedB\x10\n" +
+	"\x0e_xtc_threshold\"!\n" +
 	"\rTokenSequence\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\x05R\x03idsB<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"

@@ -24,26 +24,26 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// One ended request and where its time went. It never says what was asked or answered.
+// One ended request and where its time went, without any of its prompt or output.
 type SlowRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caller's request id, or the one made for it.
+	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Full name of the method, such as "icehouse.v1.InferenceService/Stream".
 	Method string `protobuf:"bytes,2,opt,name=method,proto3" json:"method,omitempty"`
-	// Canonical status code it ended with, such as "OK" or "CANCELLED".
+	// The canonical status code that it ended with, such as "OK" or "CANCELLED".
 	Code string `protobuf:"bytes,3,opt,name=code,proto3" json:"code,omitempty"`
-	// How long ago it ended.
+	// Time since it ended.
 	Age *durationpb.Duration `protobuf:"bytes,4,opt,name=age,proto3" json:"age,omitempty"`
-	// From arrival to the end.
+	// From the receipt of the request to its end.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,5,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`
-	// From arrival until it left the queue.
+	// From the receipt of the request until it left the queue.
 	QueueDuration *durationpb.Duration `protobuf:"bytes,6,opt,name=queue_duration,json=queueDuration,proto3" json:"queue_duration,omitempty"`
-	// Until its cached prefix was in place. Zero when nothing was restored.
+	// Restoring its cached prefix. Zero when nothing was restored.
 	RestoreDuration *durationpb.Duration `protobuf:"bytes,7,opt,name=restore_duration,json=restoreDuration,proto3" json:"restore_duration,omitempty"`
-	// Computing the rest of the prompt. Absent: the request did not run to its end.
+	// Computing the rest of the prompt. Not set: the request did not run to its end.
 	PrefillDuration *durationpb.Duration `protobuf:"bytes,8,opt,name=prefill_duration,json=prefillDuration,proto3" json:"prefill_duration,omitempty"`
-	// From the first to the last token. Absent: the request did not run to its end.
+	// From the first to the last output token. Not set: the request did not run to its end.
 	DecodeDuration *durationpb.Duration `protobuf:"bytes,9,opt,name=decode_duration,json=decodeDuration,proto3" json:"decode_duration,omitempty"`
 	// Tokens of the prompt.
 	PromptTokens int32 `protobuf:"varint,10,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`

@@ -27,16 +27,16 @@ const (
 type SpeculationLimit int32
 
 const (
-	// It did not ask, or nothing stood in the way.
+	// It did not ask for speculation, or nothing prevented it.
 	SpeculationLimit_SPECULATION_LIMIT_UNSPECIFIED SpeculationLimit = 0
-	// The model has caches that cannot take a wrong guess back (recurrent or chunked layers).
+	// The model has caches that cannot undo a wrong guess (recurrent or chunked layers).
 	SpeculationLimit_SPECULATION_LIMIT_CACHE SpeculationLimit = 1
 	// Each draw depends on the token before it: penalties, bad words, a response
 	// format or `max_reasoning_tokens`.
 	SpeculationLimit_SPECULATION_LIMIT_SAMPLING SpeculationLimit = 2
 	// The server has no draft model.
 	SpeculationLimit_SPECULATION_LIMIT_NO_DRAFT_MODEL SpeculationLimit = 3
-	// Hardly a guess was right of late: the end of the output was decoded in the batch, with the others.
+	// Hardly any recent guess was right: the end of the output was decoded in the batch, with the others.
 	SpeculationLimit_SPECULATION_LIMIT_ACCEPTANCE SpeculationLimit = 4
 )
 
@@ -85,14 +85,14 @@ func (SpeculationLimit) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_speculation_proto_rawDescGZIP(), []int{0}
 }
 
-// Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
-// decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
-// counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
-// output said before (edits, extracts, code): a request that speculates does not share its passes with
-// others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
-// to guessing once its latest tokens are what would have been guessed.
+// Guesses tokens and verifies all guesses in one pass of the model. The output is that of plain
+// decoding: each token is drawn from the model's own distribution with the request's seed, and a guess
+// counts only where it equals what was drawn. It is worthwhile where the output repeats parts of the prompt or of
+// itself (edits, extracts, code), because a request that speculates does not share its passes with
+// others. Where hardly any guess is right, it decodes in the batch with the others; with `prompt_lookup` it
+// resumes guessing once its latest tokens are what would have been guessed.
 //
-// Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
+// Where speculation is not possible (`Usage.speculation_limit`), the request decodes plainly.
 type Speculation struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How guesses are made; one of these is required (PARAMETER_OUT_OF_RANGE).
@@ -102,8 +102,8 @@ type Speculation struct {
 	//	*Speculation_PromptLookup
 	//	*Speculation_DraftModel
 	Drafter isSpeculation_Drafter `protobuf_oneof:"drafter"`
-	// Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
-	MaxDraftTokens int32 `protobuf:"varint,2,opt,name=max_draft_tokens,json=maxDraftTokens,proto3" json:"max_draft_tokens,omitempty"`
+	// Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
+	MaxDraftTokens int32 `protobuf:"varint,3,opt,name=max_draft_tokens,json=maxDraftTokens,proto3" json:"max_draft_tokens,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -181,18 +181,18 @@ type Speculation_PromptLookup struct {
 
 type Speculation_DraftModel struct {
 	// From the server's draft model (`--draft-model`), a small one of the same vocabulary.
-	DraftModel *DraftModel `protobuf:"bytes,3,opt,name=draft_model,json=draftModel,proto3,oneof"`
+	DraftModel *DraftModel `protobuf:"bytes,2,opt,name=draft_model,json=draftModel,proto3,oneof"`
 }
 
 func (*Speculation_PromptLookup) isSpeculation_Drafter() {}
 
 func (*Speculation_DraftModel) isSpeculation_Drafter() {}
 
-// Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023).
+// Finds an earlier occurrence of the last tokens and guesses what followed them there (Saxena 2023).
 type PromptLookup struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-	// Absent or 0: 3.
+	// Maximum number of last tokens to find, 1 to 8; the longest match counts.
+	// Default: 3.
 	MaxNgramTokens int32 `protobuf:"varint,1,opt,name=max_ngram_tokens,json=maxNgramTokens,proto3" json:"max_ngram_tokens,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -235,8 +235,8 @@ func (x *PromptLookup) GetMaxNgramTokens() int32 {
 	return 0
 }
 
-// Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
-// request decodes, 128 tokens a step, and begins to help when it is complete.
+// Guesses the most likely tokens of the server's draft model. The draft model computes the prompt while the
+// request decodes, 128 tokens a step, and begins to guess when it is done.
 type DraftModel struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -280,9 +280,9 @@ const file_icehouse_v1_speculation_proto_rawDesc = "" +
 	"\x1dicehouse/v1/speculation.proto\x12\vicehouse.v1\"\xc0\x01\n" +
 	"\vSpeculation\x12@\n" +
 	"\rprompt_lookup\x18\x01 \x01(\v2\x19.icehouse.v1.PromptLookupH\x00R\fpromptLookup\x12:\n" +
-	"\vdraft_model\x18\x03 \x01(\v2\x17.icehouse.v1.DraftModelH\x00R\n" +
+	"\vdraft_model\x18\x02 \x01(\v2\x17.icehouse.v1.DraftModelH\x00R\n" +
 	"draftModel\x12(\n" +
-	"\x10max_draft_tokens\x18\x02 \x01(\x05R\x0emaxDraftTokensB\t\n" +
+	"\x10max_draft_tokens\x18\x03 \x01(\x05R\x0emaxDraftTokensB\t\n" +
 	"\adrafter\"8\n" +
 	"\fPromptLookup\x12(\n" +
 	"\x10max_ngram_tokens\x18\x01 \x01(\x05R\x0emaxNgramTokens\"\f\n" +

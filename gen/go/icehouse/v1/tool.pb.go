@@ -27,16 +27,16 @@ const (
 type ToolChoiceMode int32
 
 const (
-	// As TOOL_CHOICE_MODE_AUTO.
+	// Same as TOOL_CHOICE_MODE_AUTO.
 	ToolChoiceMode_TOOL_CHOICE_MODE_UNSPECIFIED ToolChoiceMode = 0
 	// The model decides.
 	ToolChoiceMode_TOOL_CHOICE_MODE_AUTO ToolChoiceMode = 1
-	// No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+	// No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
 	// blocks are reused; what looks like a call is delivered as text.
 	ToolChoiceMode_TOOL_CHOICE_MODE_NONE ToolChoiceMode = 2
-	// The output is a call of one of the tools: the prompt ends with its beginning.
+	// The output is a call of one of the tools: the prompt ends with the beginning of a call.
 	ToolChoiceMode_TOOL_CHOICE_MODE_REQUIRED ToolChoiceMode = 3
-	// The output is a call of the tool called `name`: the prompt ends with its beginning.
+	// The output is a call of the tool `name`: the prompt ends with the beginning of a call.
 	ToolChoiceMode_TOOL_CHOICE_MODE_NAMED ToolChoiceMode = 4
 )
 
@@ -88,19 +88,19 @@ func (ToolChoiceMode) EnumDescriptor() ([]byte, []int) {
 // A function that the caller offers. The model's chat template shows it to the model.
 type Tool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+	// The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// What it does, in words for the model. Absent: none is shown.
+	// What it does, in words for the model. Default: none is shown.
 	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
 	// The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-	// Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+	// Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
 	ParametersJson string `protobuf:"bytes,3,opt,name=parameters_json,json=parametersJson,proto3" json:"parameters_json,omitempty"`
-	// Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-	// ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-	// with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-	// tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-	// request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-	// model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+	// Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+	// as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+	// `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+	// tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+	// request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+	// model does not write arguments as JSON. It does not change the prompt. Default: false.
 	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -164,21 +164,22 @@ func (x *Tool) GetStrict() bool {
 	return false
 }
 
-// Whether, and which tool, the model calls.
+// Whether the model calls tools, and which.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+	// How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
 	// TOOL_CHOICE_INVALID.
 	Mode ToolChoiceMode `protobuf:"varint,1,opt,name=mode,proto3,enum=icehouse.v1.ToolChoiceMode" json:"mode,omitempty"`
 	// The tool to call: required for TOOL_CHOICE_MODE_NAMED, where it must be one of the request's tools;
 	// empty for every other mode. Refused with TOOL_CHOICE_INVALID.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-	// request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-	// turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+	// request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+	// turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+	// Default: all.
 	Allowed []string `protobuf:"bytes,3,rep,name=allowed,proto3" json:"allowed,omitempty"`
-	// Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-	// `strict` tool. Absent: true.
+	// Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+	// `strict` tool. Default: true.
 	ParallelToolCalls *bool `protobuf:"varint,4,opt,name=parallel_tool_calls,json=parallelToolCalls,proto3,oneof" json:"parallel_tool_calls,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -245,18 +246,18 @@ func (x *ToolChoice) GetParallelToolCalls() bool {
 // A call that a model has made.
 type ToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-	// where its format has one, otherwise 9 letters and digits made for it.
+	// The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+	// id where its format has one, otherwise 9 generated letters and digits.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The tool called: one of those on offer.
+	// The tool called, one of those offered.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-	// but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-	// a template that wants an object gets one with the text in it.
+	// The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+	// but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+	// text: a template that needs an object gets one with the text in it.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
-	// Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-	// line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-	// `arguments` and the like. The arguments are what it means. Absent: no.
+	// Whether the model's syntax was wrong but unambiguous: a
+	// line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+	// `arguments` and the like. The arguments are what was meant.
 	Repaired      bool `protobuf:"varint,4,opt,name=repaired,proto3" json:"repaired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -323,7 +324,7 @@ func (x *ToolCall) GetRepaired() bool {
 // A piece of a call, streamed.
 type ToolCallDelta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which call of this output, from 0 in order of appearance.
+	// Which call of this output, from 0 in the order of appearance.
 	Index int32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
 	// The call's id. Only in the first delta of a call.
 	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
@@ -331,10 +332,10 @@ type ToolCallDelta struct {
 	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
 	// More of the arguments. The pieces of one call, joined, are its `arguments_json`.
 	ArgumentsJson string `protobuf:"bytes,4,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
-	// The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+	// The call with this index turned out to be malformed: discard what came for it. Its text follows as a
 	// delta with `malformed_tool_call`.
 	Withdrawn bool `protobuf:"varint,5,opt,name=withdrawn,proto3" json:"withdrawn,omitempty"`
-	// The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+	// The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
 	Repaired      bool `protobuf:"varint,6,opt,name=repaired,proto3" json:"repaired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -412,10 +413,10 @@ func (x *ToolCallDelta) GetRepaired() bool {
 	return false
 }
 
-// Text that began as a call and cannot be read as one.
+// Text that began as a call and cannot be parsed as one.
 type MalformedToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the model wrote, markers included. It is a part of the output's text too.
+	// What the model wrote, including markers. It is part of the output's text, too.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	// What is wrong with it, in words.
 	Problem       string `protobuf:"bytes,2,opt,name=problem,proto3" json:"problem,omitempty"`

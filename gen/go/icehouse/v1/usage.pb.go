@@ -24,15 +24,15 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why generation ended.
+// Why the output ended.
 type FinishReason int32
 
 const (
 	// Never sent.
 	FinishReason_FINISH_REASON_UNSPECIFIED FinishReason = 0
-	// The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-	// of the output; or the output is complete in its response format, where nothing but an end token could
-	// follow. `stop_token_id` says which token it was.
+	// The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+	// of the output; or the output is complete in its response format, where only an end token could
+	// follow. `stop_token_id` is that token.
 	FinishReason_FINISH_REASON_STOP_TOKEN FinishReason = 1
 	// One of the request's stop strings appeared; the text ends before it.
 	FinishReason_FINISH_REASON_STOP_STRING FinishReason = 2
@@ -40,8 +40,8 @@ const (
 	FinishReason_FINISH_REASON_LENGTH FinishReason = 3
 	// Prompt and output together filled the model's context.
 	FinishReason_FINISH_REASON_CONTEXT_LENGTH FinishReason = 4
-	// The model ended its turn after at least one tool call that could be read: answer it with "tool"
-	// messages.
+	// The model ended its turn after at least one valid tool call: answer it with messages of
+	// ROLE_TOOL.
 	FinishReason_FINISH_REASON_TOOL_CALLS FinishReason = 5
 )
 
@@ -92,7 +92,7 @@ func (FinishReason) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{0}
 }
 
-// Why the reused beginning of the prompt was not longer.
+// Why not more of the prompt was reused.
 type ReuseLimit int32
 
 const (
@@ -100,21 +100,21 @@ const (
 	ReuseLimit_REUSE_LIMIT_UNSPECIFIED ReuseLimit = 0
 	// Everything that may be reused was reused (the last prompt token always runs).
 	ReuseLimit_REUSE_LIMIT_NONE ReuseLimit = 1
-	// No block with this beginning is known.
+	// No block with this beginning is cached.
 	ReuseLimit_REUSE_LIMIT_NO_MATCH ReuseLimit = 2
-	// The prompt differs from every known one after the reused tokens.
+	// The prompt differs from every cached one after the reused tokens.
 	ReuseLimit_REUSE_LIMIT_DIVERGED ReuseLimit = 3
 	// Blocks match further, but this model can resume only at a checkpoint.
 	ReuseLimit_REUSE_LIMIT_NO_CHECKPOINT ReuseLimit = 4
 	// Loading was predicted to take longer than prefilling.
 	ReuseLimit_REUSE_LIMIT_RECOMPUTE_FASTER ReuseLimit = 5
-	// A block on SSD was missing, damaged or not this prompt's; it was dropped.
+	// A block on SSD was missing, damaged or another prompt's; it was dropped.
 	ReuseLimit_REUSE_LIMIT_LOAD_FAILED ReuseLimit = 6
 	// The request or the server does not use the cache.
 	ReuseLimit_REUSE_LIMIT_SWITCHED_OFF ReuseLimit = 7
 	// This model's cache classes cannot be cut into blocks.
 	ReuseLimit_REUSE_LIMIT_UNSUPPORTED ReuseLimit = 8
-	// The log probabilities of the prompt were asked for, so all of it was computed.
+	// The log probabilities of the prompt were requested, so all of it was computed.
 	ReuseLimit_REUSE_LIMIT_PROMPT_LOGPROBS ReuseLimit = 9
 )
 
@@ -173,13 +173,13 @@ func (ReuseLimit) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{1}
 }
 
-// What a conversation may be relieved of.
+// A kind of change that makes prompts equal that differ only in noise.
 type PromptChangeKind int32
 
 const (
 	// Never sent.
 	PromptChangeKind_PROMPT_CHANGE_KIND_UNSPECIFIED PromptChangeKind = 0
-	// Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+	// Lines of `name=value` pairs with the name `cch` among them were removed from the first system message.
 	PromptChangeKind_PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED PromptChangeKind = 1
 	// The keys of tools' parameters were put in alphabetical order.
 	PromptChangeKind_PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED PromptChangeKind = 2
@@ -230,7 +230,7 @@ func (PromptChangeKind) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{2}
 }
 
-// What of the prompt was reused and from where.
+// What was reused of the prompt, and from where.
 type CacheReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Prompt tokens not prefilled: `ram_tokens` + `ssd_tokens`. 0 to prompt tokens - 1.
@@ -239,18 +239,18 @@ type CacheReport struct {
 	RamTokens int32 `protobuf:"varint,2,opt,name=ram_tokens,json=ramTokens,proto3" json:"ram_tokens,omitempty"`
 	// Of these, tokens whose blocks were loaded from SSD.
 	SsdTokens int32 `protobuf:"varint,3,opt,name=ssd_tokens,json=ssdTokens,proto3" json:"ssd_tokens,omitempty"`
-	// From the decision to restore until the sequence could run.
+	// Time from the decision to restore until the request could run.
 	RestoreDuration *durationpb.Duration `protobuf:"bytes,4,opt,name=restore_duration,json=restoreDuration,proto3" json:"restore_duration,omitempty"`
-	// Why it was not more.
+	// Why not more was reused.
 	Limit ReuseLimit `protobuf:"varint,5,opt,name=limit,proto3,enum=icehouse.v1.ReuseLimit" json:"limit,omitempty"`
-	// Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-	// the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-	// the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-	// `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-	// with all that are known, or the report is of a call that tells none (Embed, Rerank).
+	// Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+	// that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+	// the same tenant and adapter are compared, never those of another tenant, including
+	// `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+	// with every cached prompt, or the method does not report it (Embed, Rerank).
 	Divergence *PrefixDivergence `protobuf:"bytes,6,opt,name=divergence,proto3" json:"divergence,omitempty"`
-	// What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-	// so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+	// What the server changed in a conversation before it was rendered, where the setting
+	// `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
 	PromptChanges []*PromptChange `protobuf:"bytes,7,rep,name=prompt_changes,json=promptChanges,proto3" json:"prompt_changes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -335,7 +335,7 @@ func (x *CacheReport) GetPromptChanges() []*PromptChange {
 	return nil
 }
 
-// Where a prompt stops to be what a cached one is.
+// Where a prompt diverges from a cached one.
 type PrefixDivergence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Position in the prompt of the first token that differs, from 0.
@@ -399,12 +399,12 @@ func (x *PrefixDivergence) GetCachedToken() *DivergentToken {
 	return nil
 }
 
-// A token of one of two prompts that differ.
+// One of two tokens that differ.
 type DivergentToken struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its id.
 	Id int32 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	// Its text; U+FFFD where it is a part of a character.
+	// Its text; U+FFFD where it is part of a character.
 	Text          string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -454,12 +454,12 @@ func (x *DivergentToken) GetText() string {
 	return ""
 }
 
-// One change.
+// One change of a conversation.
 type PromptChange struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What was changed.
 	Kind PromptChangeKind `protobuf:"varint,1,opt,name=kind,proto3,enum=icehouse.v1.PromptChangeKind" json:"kind,omitempty"`
-	// Of how many lines, or tools.
+	// How many lines, or tools, were changed.
 	Count         int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -512,7 +512,7 @@ func (x *PromptChange) GetCount() int32 {
 // What one request cost. Durations are measured on the server.
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Tokens of the prompt, chat template and start tokens included.
+	// Tokens of the prompt, including chat template and start tokens.
 	PromptTokens int32 `protobuf:"varint,1,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// Prompt tokens taken from the cache: `ram_tokens` + `ssd_tokens`.
 	CachedTokens int32 `protobuf:"varint,2,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
@@ -520,32 +520,32 @@ type Usage struct {
 	RamTokens int32 `protobuf:"varint,3,opt,name=ram_tokens,json=ramTokens,proto3" json:"ram_tokens,omitempty"`
 	// Prompt tokens taken from blocks on SSD.
 	SsdTokens int32 `protobuf:"varint,4,opt,name=ssd_tokens,json=ssdTokens,proto3" json:"ssd_tokens,omitempty"`
-	// Tokens generated, an end token included.
+	// Tokens generated, including an end token.
 	OutputTokens int32 `protobuf:"varint,5,opt,name=output_tokens,json=outputTokens,proto3" json:"output_tokens,omitempty"`
-	// From arrival until the request left the queue.
+	// From the receipt of the request until it left the queue.
 	QueueDuration *durationpb.Duration `protobuf:"bytes,6,opt,name=queue_duration,json=queueDuration,proto3" json:"queue_duration,omitempty"`
-	// Restoring cached blocks, within the prefill of the request.
+	// Restoring cached blocks, as part of the prefill of the request.
 	RestoreDuration *durationpb.Duration `protobuf:"bytes,7,opt,name=restore_duration,json=restoreDuration,proto3" json:"restore_duration,omitempty"`
 	// Computing the rest of the prompt.
 	PrefillDuration *durationpb.Duration `protobuf:"bytes,8,opt,name=prefill_duration,json=prefillDuration,proto3" json:"prefill_duration,omitempty"`
 	// From the first output token to the last.
 	DecodeDuration *durationpb.Duration `protobuf:"bytes,9,opt,name=decode_duration,json=decodeDuration,proto3" json:"decode_duration,omitempty"`
-	// From arrival to the first output token (TTFT).
+	// From the receipt of the request to the first output token (TTFT).
 	TimeToFirstToken *durationpb.Duration `protobuf:"bytes,10,opt,name=time_to_first_token,json=timeToFirstToken,proto3" json:"time_to_first_token,omitempty"`
-	// From arrival to the end.
+	// From the receipt of the request to its end.
 	TotalDuration *durationpb.Duration `protobuf:"bytes,11,opt,name=total_duration,json=totalDuration,proto3" json:"total_duration,omitempty"`
-	// Of `prompt_tokens`, those that stand for images, what is written between their parts included.
-	ImageTokens int32 `protobuf:"varint,28,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
+	// Of `prompt_tokens`, those that stand for images, including separators between their parts.
+	ImageTokens int32 `protobuf:"varint,12,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
 	// Tokens that speculation guessed. 0 without speculation.
-	DraftTokens int32 `protobuf:"varint,25,opt,name=draft_tokens,json=draftTokens,proto3" json:"draft_tokens,omitempty"`
+	DraftTokens int32 `protobuf:"varint,13,opt,name=draft_tokens,json=draftTokens,proto3" json:"draft_tokens,omitempty"`
 	// Of these, tokens that became output; each saved a step.
-	AcceptedDraftTokens int32 `protobuf:"varint,26,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
-	// Why the request decoded plainly, from its start or from some token on, though it asked for
+	AcceptedDraftTokens int32 `protobuf:"varint,14,opt,name=accepted_draft_tokens,json=acceptedDraftTokens,proto3" json:"accepted_draft_tokens,omitempty"`
+	// Why the request decoded plainly, from its start or from some token on, although it asked for
 	// speculation.
-	SpeculationLimit SpeculationLimit `protobuf:"varint,27,opt,name=speculation_limit,json=speculationLimit,proto3,enum=icehouse.v1.SpeculationLimit" json:"speculation_limit,omitempty"`
-	// Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-	// reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
-	ReasoningTokens int32 `protobuf:"varint,29,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
+	SpeculationLimit SpeculationLimit `protobuf:"varint,15,opt,name=speculation_limit,json=speculationLimit,proto3,enum=icehouse.v1.SpeculationLimit" json:"speculation_limit,omitempty"`
+	// Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+	// reasoning is not separated: without a chat prompt, or with a model that does not mark it.
+	ReasoningTokens int32 `protobuf:"varint,16,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -735,11 +735,11 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x13time_to_first_token\x18\n" +
 	" \x01(\v2\x19.google.protobuf.DurationR\x10timeToFirstToken\x12@\n" +
 	"\x0etotal_duration\x18\v \x01(\v2\x19.google.protobuf.DurationR\rtotalDuration\x12!\n" +
-	"\fimage_tokens\x18\x1c \x01(\x05R\vimageTokens\x12!\n" +
-	"\fdraft_tokens\x18\x19 \x01(\x05R\vdraftTokens\x122\n" +
-	"\x15accepted_draft_tokens\x18\x1a \x01(\x05R\x13acceptedDraftTokens\x12J\n" +
-	"\x11speculation_limit\x18\x1b \x01(\x0e2\x1d.icehouse.v1.SpeculationLimitR\x10speculationLimit\x12)\n" +
-	"\x10reasoning_tokens\x18\x1d \x01(\x05R\x0freasoningTokens*\xc4\x01\n" +
+	"\fimage_tokens\x18\f \x01(\x05R\vimageTokens\x12!\n" +
+	"\fdraft_tokens\x18\r \x01(\x05R\vdraftTokens\x122\n" +
+	"\x15accepted_draft_tokens\x18\x0e \x01(\x05R\x13acceptedDraftTokens\x12J\n" +
+	"\x11speculation_limit\x18\x0f \x01(\x0e2\x1d.icehouse.v1.SpeculationLimitR\x10speculationLimit\x12)\n" +
+	"\x10reasoning_tokens\x18\x10 \x01(\x05R\x0freasoningTokens*\xc4\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18FINISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n" +

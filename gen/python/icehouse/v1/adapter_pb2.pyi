@@ -18,7 +18,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Adapter(_message.Message):
-    """A loaded adapter: a small difference to the model's weights, which requests choose by name."""
+    """A loaded adapter: small weights added to the model's own, which requests choose by name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -28,15 +28,15 @@ class Adapter(_message.Message):
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name callers use in `adapter`."""
+    """The name that requests use in `adapter`."""
     kind: _builtins.str
     """How it was trained: "lora", "dora" or "full"."""
     digest: _builtins.str
-    """Identity of all that it computes, in hex. It is part of the identity of KV."""
+    """Hash of its weights and settings, in hex. It is part of the fingerprint of KV."""
     parameter_count: _builtins.int
     """Number of its weights."""
     weight_bytes: _builtins.int
-    """Bytes it takes in memory beside the model's weights, which it shares."""
+    """Bytes it takes in memory in addition to the model's weights."""
     def __init__(
         self,
         *,

@@ -26,23 +26,23 @@ class _CacheUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheUse.Val
     CACHE_USE_UNSPECIFIED: _CacheUse.ValueType  # 0
     """Same as CACHE_USE_READ_WRITE."""
     CACHE_USE_READ_WRITE: _CacheUse.ValueType  # 1
-    """Reuse what is known and keep what is computed."""
+    """Reuse what is cached and keep what is computed."""
     CACHE_USE_READ_ONLY: _CacheUse.ValueType  # 2
-    """Reuse what is known, keep nothing."""
+    """Reuse what is cached, keep nothing."""
     CACHE_USE_WRITE_ONLY: _CacheUse.ValueType  # 3
     """Compute everything and keep it."""
     CACHE_USE_OFF: _CacheUse.ValueType  # 4
     """Neither reuse nor keep."""
 
 class CacheUse(_CacheUse, metaclass=_CacheUseEnumTypeWrapper):
-    """Which ways the prefix cache may be used. The output is the same with each of them."""
+    """How a request uses the prefix cache. The output is the same with each of them."""
 
 CACHE_USE_UNSPECIFIED: CacheUse.ValueType  # 0
 """Same as CACHE_USE_READ_WRITE."""
 CACHE_USE_READ_WRITE: CacheUse.ValueType  # 1
-"""Reuse what is known and keep what is computed."""
+"""Reuse what is cached and keep what is computed."""
 CACHE_USE_READ_ONLY: CacheUse.ValueType  # 2
-"""Reuse what is known, keep nothing."""
+"""Reuse what is cached, keep nothing."""
 CACHE_USE_WRITE_ONLY: CacheUse.ValueType  # 3
 """Compute everything and keep it."""
 CACHE_USE_OFF: CacheUse.ValueType  # 4
@@ -51,7 +51,7 @@ Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015
 
 @_typing.final
 class CachePolicy(_message.Message):
-    """What a request may do with the prefix cache, and whom it shares it with."""
+    """How a request uses the prefix cache, and with whom it shares cached blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,21 +59,21 @@ class CachePolicy(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SHARED_PREFIX_NAME_FIELD_NUMBER: _builtins.int
     use: Global___CacheUse.ValueType
-    """Absent: read and write."""
+    """How the cache is used. Default: read and write."""
     tenant: _builtins.str
-    """Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-    it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-    are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-    with TENANT_FORBIDDEN unless an operator says it.
+    """The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+    it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+    another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+    Default: the default tenant, or that of the credentials.
     """
     shared_prefix_name: _builtins.str
-    """A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-    that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-    so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-    there with Warm, as that tenant. Where callers prove who they are, the server's setting
-    `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-    otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-    Absent: its own tenant's prompts alone.
+    """Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+    that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+    so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+    with Warm, as that other tenant. For authenticated callers the server's setting
+    `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+    SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+    Default: only its own tenant's prompts.
     """
     def __init__(
         self,

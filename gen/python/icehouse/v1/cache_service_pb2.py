@@ -24,13 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from icehouse.v1 import cache_policy_pb2 as icehouse_dot_v1_dot_cache__policy__pb2
-from icehouse.v1 import inference_service_pb2 as icehouse_dot_v1_dot_inference__service__pb2
 from icehouse.v1 import prompt_pb2 as icehouse_dot_v1_dot_prompt__pb2
-from icehouse.v1 import tool_pb2 as icehouse_dot_v1_dot_tool__pb2
 from icehouse.v1 import usage_pb2 as icehouse_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a#icehouse/v1/inference_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xea\x01\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"\xab\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\x06 \x03(\x0b\x32\x16.icehouse.v1.ImageSpan\"E\n\tImageSpan\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\"\xa6\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\x8d\x02\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"n\n\x0cWarmResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"\xb5\x01\n\x18WarmWithProgressResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.icehouse.v1.StartedH\x00\x12\x38\n\x10prefill_progress\x18\x02 \x01(\x0b\x32\x1c.icehouse.v1.PrefillProgressH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.icehouse.v1.WarmResponseH\x00\x42\x07\n\x05\x65vent\"\xe6\x01\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xe8\x01\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\'\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06prompt\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"\xf7\x01\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12\r\n\x03\x61ll\x18\x05 \x01(\x08H\x00\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12 \n\x05tools\x18\n \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\tB\x08\n\x06target\"g\n\rEvictResponse\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"\x84\x01\n\x19\x45victWithProgressResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1a.icehouse.v1.EvictResponseH\x00\x42\x07\n\x05\x65vent\"i\n\rEvictProgress\x12\x1d\n\x15processed_block_count\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x11\n\tram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"\xa8\x01\n\x0eVerifyResponse\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x87\x01\n\x1aVerifyWithProgressResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.icehouse.v1.VerifyProgressH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.icehouse.v1.VerifyResponseH\x00\x42\x07\n\x05\x65vent\"x\n\x0eVerifyProgress\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x1b\n\x13\x64\x61maged_block_count\x18\x03 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x03\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x12WatchStatsResponse\x12.\n\x05stats\x18\x01 \x01(\x0b\x32\x1f.icehouse.v1.CacheStatsResponse*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xed\x05\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12;\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse\x12U\n\x10WarmWithProgress\x12\x18.icehouse.v1.WarmRequest\x1a%.icehouse.v1.WarmWithProgressResponse0\x01\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12>\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse\x12X\n\x11\x45victWithProgress\x12\x19.icehouse.v1.EvictRequest\x1a&.icehouse.v1.EvictWithProgressResponse0\x01\x12\x41\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse\x12[\n\x12VerifyWithProgress\x12\x1a.icehouse.v1.VerifyRequest\x1a\'.icehouse.v1.VerifyWithProgressResponse0\x01\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x17icehouse/v1/usage.proto\"m\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"\xab\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\x06 \x03(\x0b\x32\x16.icehouse.v1.ImageSpan\"E\n\tImageSpan\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\"\xa6\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\x90\x01\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x06prompt\x18\x03 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x05 \x01(\x05\"o\n\x0cWarmResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.WarmProgressH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.WarmResultH\x00\x42\x07\n\x05\x65vent\"S\n\x0cWarmProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10processed_tokens\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"l\n\nWarmResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"i\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"r\n\rEvictResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\" \n\x0f\x45victAllRequest\x12\r\n\x05model\x18\x01 \x01(\t\"u\n\x10\x45victAllResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\"i\n\rEvictProgress\x12\x1d\n\x15processed_block_count\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x11\n\tram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"e\n\x0b\x45victResult\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"u\n\x0eVerifyResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.icehouse.v1.VerifyProgressH\x00\x12)\n\x04\x64one\x18\x02 \x01(\x0b\x32\x19.icehouse.v1.VerifyResultH\x00\x42\x07\n\x05\x65vent\"x\n\x0eVerifyProgress\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x1b\n\x13\x64\x61maged_block_count\x18\x03 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x03\"\xa6\x01\n\x0cVerifyResult\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xdf\x03\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12=\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse0\x01\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12@\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse0\x01\x12I\n\x08\x45victAll\x12\x1c.icehouse.v1.EvictAllRequest\x1a\x1d.icehouse.v1.EvictAllResponse0\x01\x12\x43\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,50 +36,52 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.cache_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_CACHETIER']._serialized_start=3397
-  _globals['_CACHETIER']._serialized_end=3476
-  _globals['_EXPLAINREQUEST']._serialized_start=225
-  _globals['_EXPLAINREQUEST']._serialized_end=459
-  _globals['_EXPLAINRESPONSE']._serialized_start=462
-  _globals['_EXPLAINRESPONSE']._serialized_end=761
-  _globals['_IMAGESPAN']._serialized_start=763
-  _globals['_IMAGESPAN']._serialized_end=832
-  _globals['_BLOCKMATCH']._serialized_start=835
-  _globals['_BLOCKMATCH']._serialized_end=1001
-  _globals['_WARMREQUEST']._serialized_start=1004
-  _globals['_WARMREQUEST']._serialized_end=1273
-  _globals['_WARMRESPONSE']._serialized_start=1275
-  _globals['_WARMRESPONSE']._serialized_end=1385
-  _globals['_WARMWITHPROGRESSRESPONSE']._serialized_start=1388
-  _globals['_WARMWITHPROGRESSRESPONSE']._serialized_end=1569
-  _globals['_PINREQUEST']._serialized_start=1572
-  _globals['_PINREQUEST']._serialized_end=1802
-  _globals['_PINRESPONSE']._serialized_start=1804
-  _globals['_PINRESPONSE']._serialized_end=1879
-  _globals['_UNPINREQUEST']._serialized_start=1882
-  _globals['_UNPINREQUEST']._serialized_end=2114
-  _globals['_UNPINRESPONSE']._serialized_start=2116
-  _globals['_UNPINRESPONSE']._serialized_end=2193
-  _globals['_EVICTREQUEST']._serialized_start=2196
-  _globals['_EVICTREQUEST']._serialized_end=2443
-  _globals['_EVICTRESPONSE']._serialized_start=2445
-  _globals['_EVICTRESPONSE']._serialized_end=2548
-  _globals['_EVICTWITHPROGRESSRESPONSE']._serialized_start=2551
-  _globals['_EVICTWITHPROGRESSRESPONSE']._serialized_end=2683
-  _globals['_EVICTPROGRESS']._serialized_start=2685
-  _globals['_EVICTPROGRESS']._serialized_end=2790
-  _globals['_VERIFYREQUEST']._serialized_start=2792
-  _globals['_VERIFYREQUEST']._serialized_end=2828
-  _globals['_VERIFYRESPONSE']._serialized_start=2831
-  _globals['_VERIFYRESPONSE']._serialized_end=2999
-  _globals['_VERIFYWITHPROGRESSRESPONSE']._serialized_start=3002
-  _globals['_VERIFYWITHPROGRESSRESPONSE']._serialized_end=3137
-  _globals['_VERIFYPROGRESS']._serialized_start=3139
-  _globals['_VERIFYPROGRESS']._serialized_end=3259
-  _globals['_WATCHSTATSREQUEST']._serialized_start=3261
-  _globals['_WATCHSTATSREQUEST']._serialized_end=3325
-  _globals['_WATCHSTATSRESPONSE']._serialized_start=3327
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=3395
-  _globals['_CACHESERVICE']._serialized_start=3479
-  _globals['_CACHESERVICE']._serialized_end=4228
+  _globals['_CACHETIER']._serialized_start=2679
+  _globals['_CACHETIER']._serialized_end=2758
+  _globals['_EXPLAINREQUEST']._serialized_start=163
+  _globals['_EXPLAINREQUEST']._serialized_end=272
+  _globals['_EXPLAINRESPONSE']._serialized_start=275
+  _globals['_EXPLAINRESPONSE']._serialized_end=574
+  _globals['_IMAGESPAN']._serialized_start=576
+  _globals['_IMAGESPAN']._serialized_end=645
+  _globals['_BLOCKMATCH']._serialized_start=648
+  _globals['_BLOCKMATCH']._serialized_end=814
+  _globals['_WARMREQUEST']._serialized_start=817
+  _globals['_WARMREQUEST']._serialized_end=961
+  _globals['_WARMRESPONSE']._serialized_start=963
+  _globals['_WARMRESPONSE']._serialized_end=1074
+  _globals['_WARMPROGRESS']._serialized_start=1076
+  _globals['_WARMPROGRESS']._serialized_end=1159
+  _globals['_WARMRESULT']._serialized_start=1161
+  _globals['_WARMRESULT']._serialized_end=1269
+  _globals['_PINREQUEST']._serialized_start=1271
+  _globals['_PINREQUEST']._serialized_end=1376
+  _globals['_PINRESPONSE']._serialized_start=1378
+  _globals['_PINRESPONSE']._serialized_end=1453
+  _globals['_UNPINREQUEST']._serialized_start=1455
+  _globals['_UNPINREQUEST']._serialized_end=1562
+  _globals['_UNPINRESPONSE']._serialized_start=1564
+  _globals['_UNPINRESPONSE']._serialized_end=1641
+  _globals['_EVICTREQUEST']._serialized_start=1643
+  _globals['_EVICTREQUEST']._serialized_end=1750
+  _globals['_EVICTRESPONSE']._serialized_start=1752
+  _globals['_EVICTRESPONSE']._serialized_end=1866
+  _globals['_EVICTALLREQUEST']._serialized_start=1868
+  _globals['_EVICTALLREQUEST']._serialized_end=1900
+  _globals['_EVICTALLRESPONSE']._serialized_start=1902
+  _globals['_EVICTALLRESPONSE']._serialized_end=2019
+  _globals['_EVICTPROGRESS']._serialized_start=2021
+  _globals['_EVICTPROGRESS']._serialized_end=2126
+  _globals['_EVICTRESULT']._serialized_start=2128
+  _globals['_EVICTRESULT']._serialized_end=2229
+  _globals['_VERIFYREQUEST']._serialized_start=2231
+  _globals['_VERIFYREQUEST']._serialized_end=2267
+  _globals['_VERIFYRESPONSE']._serialized_start=2269
+  _globals['_VERIFYRESPONSE']._serialized_end=2386
+  _globals['_VERIFYPROGRESS']._serialized_start=2388
+  _globals['_VERIFYPROGRESS']._serialized_end=2508
+  _globals['_VERIFYRESULT']._serialized_start=2511
+  _globals['_VERIFYRESULT']._serialized_end=2677
+  _globals['_CACHESERVICE']._serialized_start=2761
+  _globals['_CACHESERVICE']._serialized_end=3240
 # @@protoc_insertion_point(module_scope)

@@ -26,10 +26,13 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-    InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about. Where callers prove who they are, each commands its own
-    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+    """Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+    FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+    Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+    OPERATOR_ONLY).
+
+    Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+    the result once, last.
     """
 
     def __init__(self, channel):
@@ -43,15 +46,10 @@ class CacheServiceStub(object):
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ExplainResponse.FromString,
                 _registered_method=True)
-        self.Warm = channel.unary_unary(
+        self.Warm = channel.unary_stream(
                 '/icehouse.v1.CacheService/Warm',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.FromString,
-                _registered_method=True)
-        self.WarmWithProgress = channel.unary_stream(
-                '/icehouse.v1.CacheService/WarmWithProgress',
-                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
-                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/icehouse.v1.CacheService/Pin',
@@ -63,113 +61,85 @@ class CacheServiceStub(object):
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinResponse.FromString,
                 _registered_method=True)
-        self.Evict = channel.unary_unary(
+        self.Evict = channel.unary_stream(
                 '/icehouse.v1.CacheService/Evict',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictResponse.FromString,
                 _registered_method=True)
-        self.EvictWithProgress = channel.unary_stream(
-                '/icehouse.v1.CacheService/EvictWithProgress',
-                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
-                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.FromString,
+        self.EvictAll = channel.unary_stream(
+                '/icehouse.v1.CacheService/EvictAll',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictAllRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictAllResponse.FromString,
                 _registered_method=True)
-        self.Verify = channel.unary_unary(
+        self.Verify = channel.unary_stream(
                 '/icehouse.v1.CacheService/Verify',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
                 _registered_method=True)
-        self.VerifyWithProgress = channel.unary_stream(
-                '/icehouse.v1.CacheService/VerifyWithProgress',
-                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.FromString,
-                _registered_method=True)
-        self.WatchStats = channel.unary_stream(
-                '/icehouse.v1.CacheService/WatchStats',
-                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.WatchStatsRequest.SerializeToString,
-                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WatchStatsResponse.FromString,
-                _registered_method=True)
 
 
 class CacheServiceServicer(object):
-    """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-    InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about. Where callers prove who they are, each commands its own
-    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+    """Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+    FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+    Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+    OPERATOR_ONLY).
+
+    Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+    the result once, last.
     """
 
     def Explain(self, request, context):
-        """Tells what Generate would reuse of a prompt, without running it.
+        """Returns what Generate would reuse of a prompt, without running it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-        whose deadline passes, no more is computed, and what was is kept.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WarmWithProgress(self, request, context):
-        """As Warm, and tells on the way how far it is: `started` first, `finished` last.
+        """Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
+        its deadline passes, it stops, and what was computed by then is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-        (BLOCK_NOT_FOUND) when none is known.
+        """Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+        (BLOCK_NOT_FOUND) when none of them is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Takes pins off. Blocks that are not pinned are left as they are.
+        """Removes the protection of Pin. Blocks that are not pinned are left as they are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-        ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-        caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-        rest stays cached. What is cached meanwhile stays, too.
+        """Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
+        256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
+        copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
+        is gone, the rest stays cached. What is cached meanwhile stays, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EvictWithProgress(self, request, context):
-        """As Evict, and tells on the way how far it is: `finished` last.
+    def EvictAll(self, request, context):
+        """Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-        operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-        `block_limit` it is checked a part at a time. When the caller goes away or
-        the deadline passes it ends within 64 blocks, and the next check goes on from there.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def VerifyWithProgress(self, request, context):
-        """As Verify, and tells on the way how far it is: `finished` last.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchStats(self, request, context):
-        """Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
+        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
+        operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+        `block_limit` it is checked a part at a time. When the caller cancels or
+        its deadline passes, it ends within 64 blocks, and the next check continues from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,15 +153,10 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ExplainRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.ExplainResponse.SerializeToString,
             ),
-            'Warm': grpc.unary_unary_rpc_method_handler(
+            'Warm': grpc.unary_stream_rpc_method_handler(
                     servicer.Warm,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.SerializeToString,
-            ),
-            'WarmWithProgress': grpc.unary_stream_rpc_method_handler(
-                    servicer.WarmWithProgress,
-                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.FromString,
-                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -203,30 +168,20 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinResponse.SerializeToString,
             ),
-            'Evict': grpc.unary_unary_rpc_method_handler(
+            'Evict': grpc.unary_stream_rpc_method_handler(
                     servicer.Evict,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictResponse.SerializeToString,
             ),
-            'EvictWithProgress': grpc.unary_stream_rpc_method_handler(
-                    servicer.EvictWithProgress,
-                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.FromString,
-                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.SerializeToString,
+            'EvictAll': grpc.unary_stream_rpc_method_handler(
+                    servicer.EvictAll,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EvictAllRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictAllResponse.SerializeToString,
             ),
-            'Verify': grpc.unary_unary_rpc_method_handler(
+            'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.SerializeToString,
-            ),
-            'VerifyWithProgress': grpc.unary_stream_rpc_method_handler(
-                    servicer.VerifyWithProgress,
-                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.FromString,
-                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.SerializeToString,
-            ),
-            'WatchStats': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchStats,
-                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.WatchStatsRequest.FromString,
-                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.WatchStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -237,10 +192,13 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-    InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-    not the tier that the order is about. Where callers prove who they are, each commands its own
-    tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+    """Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+    FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+    Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+    OPERATOR_ONLY).
+
+    Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+    the result once, last.
     """
 
     @staticmethod
@@ -281,39 +239,12 @@ class CacheService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/icehouse.v1.CacheService/Warm',
             icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.WarmResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WarmWithProgress(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/icehouse.v1.CacheService/WarmWithProgress',
-            icehouse_dot_v1_dot_cache__service__pb2.WarmRequest.SerializeToString,
-            icehouse_dot_v1_dot_cache__service__pb2.WarmWithProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -389,7 +320,7 @@ class CacheService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/icehouse.v1.CacheService/Evict',
@@ -406,7 +337,7 @@ class CacheService(object):
             _registered_method=True)
 
     @staticmethod
-    def EvictWithProgress(request,
+    def EvictAll(request,
             target,
             options=(),
             channel_credentials=None,
@@ -419,9 +350,9 @@ class CacheService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/icehouse.v1.CacheService/EvictWithProgress',
-            icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
-            icehouse_dot_v1_dot_cache__service__pb2.EvictWithProgressResponse.FromString,
+            '/icehouse.v1.CacheService/EvictAll',
+            icehouse_dot_v1_dot_cache__service__pb2.EvictAllRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.EvictAllResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -443,66 +374,12 @@ class CacheService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/icehouse.v1.CacheService/Verify',
             icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def VerifyWithProgress(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/icehouse.v1.CacheService/VerifyWithProgress',
-            icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
-            icehouse_dot_v1_dot_cache__service__pb2.VerifyWithProgressResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchStats(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/icehouse.v1.CacheService/WatchStats',
-            icehouse_dot_v1_dot_cache__service__pb2.WatchStatsRequest.SerializeToString,
-            icehouse_dot_v1_dot_cache__service__pb2.WatchStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,7 +47,7 @@ class _SpillDropCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpillD
     SPILL_DROP_CAUSE_SHUTDOWN: _SpillDropCause.ValueType  # 8
     """The shutdown deadline passed."""
     SPILL_DROP_CAUSE_TENANT_SHARE: _SpillDropCause.ValueType  # 9
-    """The tenant's share of the SSD was full of blocks that may not go."""
+    """The tenant's share of the SSD was full of blocks that may not be evicted."""
 
 class SpillDropCause(_SpillDropCause, metaclass=_SpillDropCauseEnumTypeWrapper):
     """Why a block did not reach the SSD."""
@@ -71,7 +71,7 @@ SPILL_DROP_CAUSE_DUPLICATE: SpillDropCause.ValueType  # 7
 SPILL_DROP_CAUSE_SHUTDOWN: SpillDropCause.ValueType  # 8
 """The shutdown deadline passed."""
 SPILL_DROP_CAUSE_TENANT_SHARE: SpillDropCause.ValueType  # 9
-"""The tenant's share of the SSD was full of blocks that may not go."""
+"""The tenant's share of the SSD was full of blocks that may not be evicted."""
 Global___SpillDropCause: _TypeAlias = SpillDropCause  # noqa: Y015
 
 @_typing.final
@@ -93,18 +93,18 @@ class CacheStats(_message.Message):
     block_tokens: _builtins.int
     """Tokens of a full block."""
     unsupported_detail: _builtins.str
-    """Why this model's prompts cannot be kept. Absent: they can."""
+    """Why this model's prompts cannot be cached. Empty: they can."""
     @_builtins.property
     def ram(self) -> Global___CacheTierStats:
         """Blocks in RAM."""
 
     @_builtins.property
     def ssd(self) -> Global___CacheTierStats:
-        """Blocks on SSD. Absent: no SSD tier."""
+        """Blocks on SSD. Not set: no SSD tier."""
 
     @_builtins.property
     def lookups(self) -> Global___CacheLookupStats:
-        """How prompts fared."""
+        """Results of lookups."""
 
     @_builtins.property
     def spill(self) -> Global___CacheSpillStats:
@@ -116,15 +116,15 @@ class CacheStats(_message.Message):
 
     @_builtins.property
     def integrity(self) -> Global___CacheIntegrityStats:
-        """What was found damaged."""
+        """Damage that was found."""
 
     @_builtins.property
     def disk(self) -> Global___CacheDiskStats:
-        """The SSD tier's directory. Absent: no SSD tier."""
+        """The SSD tier's directory. Not set: no SSD tier."""
 
     @_builtins.property
     def last_reconcile(self) -> Global___CacheReconcileReport:
-        """What was repaired at the last start. Absent: no SSD tier."""
+        """What was repaired at the last start. Not set: no SSD tier."""
 
     def __init__(
         self,
@@ -165,23 +165,23 @@ class CacheTierStats(_message.Message):
     PURGED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Blocks, tails included."""
+    """Blocks, including tails."""
     tail_count: _builtins.int
     """Of these, blocks with fewer tokens than a full one."""
     pinned_block_count: _builtins.int
-    """Of these, blocks that policy may not evict."""
+    """Of these, pinned blocks, which policy does not evict."""
     token_count: _builtins.int
     """Tokens of these blocks."""
     size_bytes: _builtins.int
     """Bytes of these blocks."""
     limit_bytes: _builtins.int
-    """Most bytes."""
+    """Maximum bytes."""
     evicted_block_total: _builtins.int
     """Blocks evicted by policy."""
     evicted_byte_total: _builtins.int
     """Bytes of the evicted blocks."""
     purged_block_total: _builtins.int
-    """Blocks removed by order (Evict, `icehouse cache purge`)."""
+    """Blocks removed by command (Evict, EvictAll, `icehouse cache purge`)."""
     @_builtins.property
     def age(self) -> Global___AgePercentiles:
         """How long ago its blocks were last used."""
@@ -246,7 +246,7 @@ Global___AgePercentiles: _TypeAlias = AgePercentiles  # noqa: Y015
 
 @_typing.final
 class CacheLookupStats(_message.Message):
-    """How prompts fared when they were looked up."""
+    """Results of looking prompts up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -268,7 +268,7 @@ class CacheLookupStats(_message.Message):
     """Prompt tokens not reused."""
     @_builtins.property
     def miss_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheMissTokens]:
-        """The same by reason; reasons that never occurred are left out."""
+        """The same by reason, without reasons that never occurred."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class CacheSpillStats(_message.Message):
     policy: _builtins.str
     """When blocks are spilled: "on_evict", "write_behind" or "off"."""
     accepted_block_total: _builtins.int
-    """Blocks that got credit in the write queue."""
+    """Blocks accepted into the write queue."""
     persisted_block_total: _builtins.int
     """Blocks committed: file and row are there."""
     persisted_byte_total: _builtins.int
@@ -370,16 +370,16 @@ class CacheSpillStats(_message.Message):
     queue_bytes: _builtins.int
     """Bytes in the write queue."""
     queue_limit_bytes: _builtins.int
-    """Most bytes in the write queue."""
+    """Maximum bytes in the write queue."""
     written_today_bytes: _builtins.int
     """Bytes written since midnight UTC."""
     daily_limit_bytes: _builtins.int
-    """Most of them. 0: no limit."""
+    """Maximum bytes written a day. 0: no limit."""
     write_bytes_per_second: _builtins.float
     """Bytes written per second, a moving average."""
     @_builtins.property
     def drops(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpillDrops]:
-        """Blocks dropped, by cause; causes that never occurred are left out."""
+        """Blocks dropped, by cause, without causes that never occurred."""
 
     def __init__(
         self,
@@ -423,9 +423,9 @@ class CachePromoteStats(_message.Message):
     RECOMPUTE_CHOSEN_TOTAL_FIELD_NUMBER: _builtins.int
     FAILED_RESTORE_TOTAL_FIELD_NUMBER: _builtins.int
     load_total: _builtins.int
-    """Loads asked of the SSD tier."""
+    """Loads requested from the SSD tier."""
     failed_load_total: _builtins.int
-    """Of these, loads that failed wholly or in part."""
+    """Of these, loads that failed completely or in part."""
     promoted_block_total: _builtins.int
     """Blocks rebuilt for use."""
     promoted_token_total: _builtins.int
@@ -435,17 +435,17 @@ class CachePromoteStats(_message.Message):
     queue_count: _builtins.int
     """Loads waiting or running."""
     queue_limit: _builtins.int
-    """Most of them."""
+    """Maximum loads waiting or running."""
     read_bytes_per_second: _builtins.float
     """Bytes read and verified per second, a moving average."""
     restore_tokens_per_second: _builtins.float
     """Tokens restored from SSD per second, a moving average."""
     recompute_tokens_per_second: _builtins.float
-    """Tokens prefilled per second, the average that restoring is weighed against."""
+    """Tokens prefilled per second, the average that restoring is compared with."""
     recompute_chosen_total: _builtins.int
     """Lookups in which prefilling was predicted to be faster."""
     failed_restore_total: _builtins.int
-    """Restores that failed although their blocks had been read: the blocks did not make a cache. The
+    """Restores that failed although their blocks had been read: no valid cache could be built from them. The
     requests were prefilled instead, and the blocks are not used again.
     """
     def __init__(
@@ -474,7 +474,7 @@ Global___CachePromoteStats: _TypeAlias = CachePromoteStats  # noqa: Y015
 
 @_typing.final
 class CacheIntegrityStats(_message.Message):
-    """What was found damaged. Damage is a miss, never an error of the request."""
+    """Damage that was found. A damaged block is a cache miss, never an error of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -499,10 +499,10 @@ class CacheIntegrityStats(_message.Message):
     quarantined_bytes: _builtins.int
     """Bytes in quarantine."""
     seal_failure_total: _builtins.int
-    """Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place."""
+    """Encrypted blocks whose authentication tag did not match: they were modified or replaced."""
     quarantined_block_total: _builtins.int
     """Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-    leave it to make room; this only grows.
+    are deleted to make room; this only grows.
     """
     def __init__(
         self,
@@ -544,7 +544,7 @@ class CacheDiskStats(_message.Message):
     manifest_bytes: _builtins.int
     """Of these, bytes of the manifest."""
     limit_bytes: _builtins.int
-    """Most bytes."""
+    """Maximum bytes."""
     free_bytes: _builtins.int
     """Free bytes of the file system."""
     free_floor_bytes: _builtins.int
@@ -552,12 +552,12 @@ class CacheDiskStats(_message.Message):
     other_model_block_count: _builtins.int
     """Blocks written by models with another fingerprint. They age out within the same limit."""
     writes_off_detail: _builtins.str
-    """Why nothing is written at present. Absent: writing works."""
+    """Why nothing is written at present. Empty: writing works."""
     encrypted: _builtins.bool
-    """Whether blocks are encrypted on their way to it."""
+    """Whether blocks are encrypted."""
     hang_detail: _builtins.str
-    """What the disk does not answer at present: reads that do not return, or a directory that cannot be
-    opened or written. Prompts are computed meanwhile. Absent: it answers.
+    """What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+    opened or written. Prompts are computed meanwhile. Empty: it responds.
     """
     def __init__(
         self,
@@ -602,17 +602,17 @@ class CacheReconcileReport(_message.Message):
     UNENCRYPTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     CHANGED_CODE_FIELD_NUMBER: _builtins.int
     clean: _builtins.bool
-    """Whether the last stop was clean, so that files were not walked one by one."""
+    """Whether the last stop was clean, so that files were not checked one by one."""
     manifest_rebuilt: _builtins.bool
     """Whether the manifest was missing or corrupt and was rebuilt from the files."""
     file_count: _builtins.int
-    """Block files looked at."""
+    """Block files checked."""
     row_count: _builtins.int
-    """Rows looked at."""
+    """Rows checked."""
     partial_deleted_count: _builtins.int
     """Partial files deleted."""
     adopted_count: _builtins.int
-    """Complete files without a row, taken in."""
+    """Complete files without a row, adopted."""
     quarantined_count: _builtins.int
     """Files put into quarantine."""
     row_deleted_count: _builtins.int
@@ -620,18 +620,18 @@ class CacheReconcileReport(_message.Message):
     other_layout_deleted_count: _builtins.int
     """Files of another layout version, deleted."""
     unknown_file_count: _builtins.int
-    """Files that this software did not name, left alone."""
+    """Files with unknown names, left alone."""
     restamped_count: _builtins.int
     """Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-    were brought up to date.
+    were updated.
     """
     unencrypted_block_count: _builtins.int
-    """Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+    """Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
     removes them.
     """
     @_builtins.property
     def reconcile_time(self) -> _timestamp_pb2.Timestamp:
-        """When."""
+        """When the directory was opened."""
 
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
@@ -639,10 +639,10 @@ class CacheReconcileReport(_message.Message):
 
     @_builtins.property
     def changed_code(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-        such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-        found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-        Empty when the model had blocks.
+        """Why the model's earlier blocks are not used: the modules whose code has changed since,
+        such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+        are found again with that code. "unrecorded" where they are from a version that did not record code.
+        Empty where the model had usable blocks.
         """
 
     def __init__(

@@ -27,7 +27,7 @@ from icehouse.v1 import tool_pb2 as icehouse_dot_v1_dot_tool__pb2
 from icehouse.v1 import usage_pb2 as icehouse_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cicehouse/v1/completion.proto\x12\x0bicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xca\x03\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x05 \x01(\tH\x00\x88\x01\x01\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.icehouse.v1.Usage\x12\'\n\x05\x63\x61\x63he\x18\x07 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12)\n\ntool_calls\x18\t \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12\x11\n\treasoning\x18\n \x01(\t\x12,\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobs\x12<\n\x14malformed_tool_calls\x18\x0c \x03(\x0b\x32\x1e.icehouse.v1.MalformedToolCall\x12\x1a\n\rstop_token_id\x18\r \x01(\x05H\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_idB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cicehouse/v1/completion.proto\x12\x0bicehouse.v1\x1a\x1aicehouse/v1/logprobs.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xb5\x03\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.icehouse.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.icehouse.v1.Usage\x12\'\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\x0c\n\x04seed\x18\t \x01(\x04\x12)\n\ntool_calls\x18\n \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12<\n\x14malformed_tool_calls\x18\x0b \x03(\x0b\x32\x1e.icehouse.v1.MalformedToolCall\x12\x11\n\treasoning\x18\x0c \x01(\t\x12,\n\x08logprobs\x18\r \x03(\x0b\x32\x1a.icehouse.v1.TokenLogprobsB\x10\n\x0e_stop_token_idB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,5 +36,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
   _globals['_COMPLETION']._serialized_start=123
-  _globals['_COMPLETION']._serialized_end=581
+  _globals['_COMPLETION']._serialized_end=560
 # @@protoc_insertion_point(module_scope)

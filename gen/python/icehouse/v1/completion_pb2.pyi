@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Completion(_message.Message):
-    """One complete output. Every field is what GenerateResponse says of it."""
+    """One complete output. Its fields are those of GenerateResponse."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,51 +32,51 @@ class Completion(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Its place among the request's completions, from 0."""
+    """Its index among the request's completions, from 0."""
     text: _builtins.str
     """The generated text."""
     finish_reason: _usage_pb2.FinishReason.ValueType
-    """Why it ended."""
+    """Why the output ended."""
     stop_string: _builtins.str
-    """The stop string that ended it. Absent: it ended otherwise."""
+    """The stop string that ended the output. Empty: it ended otherwise."""
+    stop_token_id: _builtins.int
+    """The token that ended the output. Not set: it ended otherwise."""
     seed: _builtins.int
     """The seed that was used: the first completion's plus `index`, modulo 2^64."""
     reasoning: _builtins.str
-    """What the model thought before it spoke. Absent: none."""
-    stop_token_id: _builtins.int
-    """The token that ended it. Absent: it ended otherwise."""
+    """The model's reasoning before its answer. Empty: none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The generated tokens."""
 
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
-        """What it cost by itself. The prompt counts in each completion, reused or not."""
+        """What this output cost. The prompt counts in each completion, reused or not."""
 
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
-        """What was reused of the prompt: by completions behind the first one mostly what the first computed."""
+        """What was reused of the prompt: in completions after the first one mostly what the first one computed."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
-        """The calls that the model made, in order. Absent: none."""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
-        """One for each of `token_ids`. Absent: not asked for."""
+        """The calls that the model made, in order."""
 
     @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
-        """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
+        """Parts of `text` that began as tool calls and cannot be parsed."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each of `token_ids`. Empty: not requested."""
 
     def __init__(
         self,
@@ -85,27 +85,22 @@ class Completion(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _usage_pb2.FinishReason.ValueType = ...,
-        stop_string: _builtins.str | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int | None = ...,
         usage: _usage_pb2.Usage | None = ...,
         cache: _usage_pb2.CacheReport | None = ...,
         seed: _builtins.int = ...,
         tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
+        malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
         reasoning: _builtins.str = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
-        malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
-        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "reasoning", b"reasoning", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "reasoning", b"reasoning", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
-    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015

@@ -28,21 +28,21 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for."""
+    """Same as POOLING_LAST_TOKEN, which causal models are trained for."""
     POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
-    """The last token's: the only one that has seen the whole input."""
+    """That of the last token, the only one that attends to the whole input."""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """The mean of all tokens'."""
+    """The mean over all tokens."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the hidden states of an input's tokens become one vector."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for."""
+"""Same as POOLING_LAST_TOKEN, which causal models are trained for."""
 POOLING_LAST_TOKEN: Pooling.ValueType  # 1
-"""The last token's: the only one that has seen the whole input."""
+"""That of the last token, the only one that attends to the whole input."""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""The mean of all tokens'."""
+"""The mean over all tokens."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
@@ -60,26 +60,26 @@ class EmbedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's name for this request, as for Generate. Absent: one is made."""
+    """The caller's name for this request, as for Generate. Default: an id is generated."""
     model: _builtins.str
-    """Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
     pooling: Global___Pooling.ValueType
-    """How to pool. Absent: the last token."""
+    """How to pool. Default: the last token."""
     normalize: _builtins.bool
     """Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-    Absent: yes.
+    Default: true.
     """
     dimensions: _builtins.int
-    """Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-    these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+    """Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+    representations. Truncated before normalizing. Default: all.
     """
     priority: _builtins.int
-    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0."""
     adapter: _builtins.str
-    """The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself."""
+    """The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
-        """What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE)."""
+        """What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE)."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class EmbedInput(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-    the model was trained with is a part of it.
+    the model was trained with is part of the text.
     """
     @_builtins.property
     def tokens(self) -> _prompt_pb2.TokenPrompt:
@@ -147,7 +147,7 @@ class EmbedResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's request id, or the one made for it."""
+    """The caller's request id, or the generated one."""
     model: _builtins.str
     """The model that answered."""
     prompt_tokens: _builtins.int
@@ -158,7 +158,7 @@ class EmbedResponse(_message.Message):
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:
-        """From arrival to the last vector."""
+        """From the receipt of the request to the last vector."""
 
     def __init__(
         self,

@@ -49,9 +49,9 @@ class EmbeddingServiceServicer(object):
     """
 
     def Embed(self, request, context):
-        """Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-        all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-        hidden states; else the refusals of InferenceService.Generate.
+        """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+        accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+        hidden states; otherwise the errors of InferenceService.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,9 +36,9 @@ class EmbeddingServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EmbeddingServiceAsyncStub: ...
     Embed: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]
-    """Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-    all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-    hidden states; else the refusals of InferenceService.Generate.
+    """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+    accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+    hidden states; otherwise the errors of InferenceService.Generate.
     """
 
 @_typing.type_check_only
@@ -49,9 +49,9 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Embed: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-    all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-    hidden states; else the refusals of InferenceService.Generate.
+    """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+    accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+    hidden states; otherwise the errors of InferenceService.Generate.
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,9 +65,9 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _embedding_service_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_embedding_service_pb2.EmbedResponse, _abc.Awaitable[_embedding_service_pb2.EmbedResponse]]:
-        """Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-        all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-        hidden states; else the refusals of InferenceService.Generate.
+        """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+        accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+        hidden states; otherwise the errors of InferenceService.Generate.
         """
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

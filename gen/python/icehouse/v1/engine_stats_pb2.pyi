@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EngineStats(_message.Message):
-    """The engine's counters. `*_count` are now, `*_total` since start."""
+    """The engine's counters. `*_count` and `*_bytes` are current values, `*_total` are counted since the start."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,8 +33,8 @@ class EngineStats(_message.Message):
     DECODING_COUNT_FIELD_NUMBER: _builtins.int
     DECODING_LIMIT_FIELD_NUMBER: _builtins.int
     STEP_TOTAL_FIELD_NUMBER: _builtins.int
-    DECODE_STEP_P50_FIELD_NUMBER: _builtins.int
-    DECODE_STEP_P99_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_DURATION_P50_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_DURATION_P99_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOTAL_FIELD_NUMBER: _builtins.int
     REJECTED_TOTAL_FIELD_NUMBER: _builtins.int
@@ -55,19 +55,19 @@ class EngineStats(_message.Message):
     ACCEPTED_DRAFT_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
     ENCODED_IMAGE_TOTAL_FIELD_NUMBER: _builtins.int
     REUSED_IMAGE_TOTAL_FIELD_NUMBER: _builtins.int
-    IMAGE_ENCODE_FIELD_NUMBER: _builtins.int
+    IMAGE_ENCODE_DURATION_FIELD_NUMBER: _builtins.int
     IMAGE_FEATURE_BYTES_FIELD_NUMBER: _builtins.int
     IMAGE_FEATURE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
-    PASS_P50_FIELD_NUMBER: _builtins.int
-    PASS_P99_FIELD_NUMBER: _builtins.int
+    PASS_DURATION_P50_FIELD_NUMBER: _builtins.int
+    PASS_DURATION_P99_FIELD_NUMBER: _builtins.int
     mailbox_count: _builtins.int
     """Messages waiting for the inference thread."""
     mailbox_limit: _builtins.int
-    """Most of them."""
+    """Maximum of `mailbox_count`."""
     waiting_count: _builtins.int
     """Accepted requests that have not begun."""
     waiting_limit: _builtins.int
-    """Most of them; beyond it requests are refused with QUEUE_FULL."""
+    """Maximum of `waiting_count`; further requests are refused with QUEUE_FULL."""
     loading_count: _builtins.int
     """Requests waiting for blocks from SSD."""
     prefilling_count: _builtins.int
@@ -75,23 +75,23 @@ class EngineStats(_message.Message):
     decoding_count: _builtins.int
     """Requests in the decode batch."""
     decoding_limit: _builtins.int
-    """Most of them."""
+    """Maximum of `decoding_count`."""
     step_total: _builtins.int
     """Steps of the engine loop."""
     prefill_tokens_per_second: _builtins.float
     """Prompt tokens computed per second, over a recent window."""
     accepted_total: _builtins.int
-    """Requests taken in."""
+    """Requests accepted."""
     rejected_total: _builtins.int
     """Requests refused by the engine."""
     finished_total: _builtins.int
     """Requests that ran to their end."""
     cancelled_total: _builtins.int
-    """Requests cancelled, by the caller (also one that stopped reading) or by a deadline."""
+    """Requests cancelled, by the caller (including one that stopped reading) or by a deadline."""
     failed_total: _builtins.int
-    """Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed."""
+    """Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed."""
     prompt_token_total: _builtins.int
-    """Prompt tokens of all begun requests."""
+    """Prompt tokens of all requests that began."""
     cached_token_total: _builtins.int
     """Of these, tokens taken from the cache."""
     prefilled_token_total: _builtins.int
@@ -101,53 +101,53 @@ class EngineStats(_message.Message):
     active_memory_bytes: _builtins.int
     """Bytes that MLX holds for arrays now."""
     peak_memory_bytes: _builtins.int
-    """Most of them since start."""
+    """Maximum of `active_memory_bytes` since the start."""
     memory_limit_bytes: _builtins.int
-    """What the engine may use. 0: no limit."""
+    """Maximum bytes that the engine may use. 0: no limit."""
     parked_total: _builtins.int
-    """Times a running request gave way to others for want of memory, and went on later."""
+    """Times a running request was parked because memory was short, and continued later."""
     kv_used_bytes: _builtins.int
-    """Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-    holds is not in it: that gives way.
+    """Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+    prefix cache, which shrinks when requests need memory.
     """
     kv_limit_bytes: _builtins.int
-    """Most bytes that KV may take beside the model. 0: no limit."""
+    """Maximum bytes of KV, in addition to the model. 0: no limit."""
     drafted_token_total: _builtins.int
     """Draft tokens that speculation proposed."""
     accepted_draft_token_total: _builtins.int
-    """Of these, tokens that came true."""
+    """Of these, tokens that were accepted."""
     encoded_image_total: _builtins.int
-    """Images that the vision tower made vectors of."""
+    """Images that the vision tower encoded."""
     reused_image_total: _builtins.int
-    """Images whose vectors were still there when a prompt needed them."""
+    """Images whose vectors were still in memory when a prompt needed them."""
     image_feature_bytes: _builtins.int
-    """Bytes of vectors that are kept for images that may come again."""
+    """Bytes of image vectors that are kept for reuse."""
     image_feature_limit_bytes: _builtins.int
-    """Most of them (`engine.image_feature_bytes`)."""
+    """Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
-        """Since the engine started."""
+        """Time since the engine started."""
 
     @_builtins.property
-    def decode_step_p50(self) -> _duration_pb2.Duration:
-        """Median time of a decode step, over a recent window."""
+    def decode_step_duration_p50(self) -> _duration_pb2.Duration:
+        """Median duration of a decode step, over a recent window."""
 
     @_builtins.property
-    def decode_step_p99(self) -> _duration_pb2.Duration:
+    def decode_step_duration_p99(self) -> _duration_pb2.Duration:
         """99th percentile of the same."""
 
     @_builtins.property
-    def image_encode(self) -> _duration_pb2.Duration:
-        """Time that the inference thread spent in the vision tower."""
+    def image_encode_duration(self) -> _duration_pb2.Duration:
+        """Total time that the inference thread spent in the vision tower."""
 
     @_builtins.property
-    def pass_p50(self) -> _duration_pb2.Duration:
-        """Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-        request waits for the one that runs when it comes.
+    def pass_duration_p50(self) -> _duration_pb2.Duration:
+        """Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+        request waits for the pass that runs when it arrives.
         """
 
     @_builtins.property
-    def pass_p99(self) -> _duration_pb2.Duration:
+    def pass_duration_p99(self) -> _duration_pb2.Duration:
         """99th percentile of the same."""
 
     def __init__(
@@ -163,8 +163,8 @@ class EngineStats(_message.Message):
         decoding_count: _builtins.int = ...,
         decoding_limit: _builtins.int = ...,
         step_total: _builtins.int = ...,
-        decode_step_p50: _duration_pb2.Duration | None = ...,
-        decode_step_p99: _duration_pb2.Duration | None = ...,
+        decode_step_duration_p50: _duration_pb2.Duration | None = ...,
+        decode_step_duration_p99: _duration_pb2.Duration | None = ...,
         prefill_tokens_per_second: _builtins.float = ...,
         accepted_total: _builtins.int = ...,
         rejected_total: _builtins.int = ...,
@@ -185,15 +185,15 @@ class EngineStats(_message.Message):
         accepted_draft_token_total: _builtins.int = ...,
         encoded_image_total: _builtins.int = ...,
         reused_image_total: _builtins.int = ...,
-        image_encode: _duration_pb2.Duration | None = ...,
+        image_encode_duration: _duration_pb2.Duration | None = ...,
         image_feature_bytes: _builtins.int = ...,
         image_feature_limit_bytes: _builtins.int = ...,
-        pass_p50: _duration_pb2.Duration | None = ...,
-        pass_p99: _duration_pb2.Duration | None = ...,
+        pass_duration_p50: _duration_pb2.Duration | None = ...,
+        pass_duration_p99: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "image_encode", b"image_encode", "pass_p50", b"pass_p50", "pass_p99", b"pass_p99", "uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step_duration_p50", b"decode_step_duration_p50", "decode_step_duration_p99", b"decode_step_duration_p99", "image_encode_duration", b"image_encode_duration", "pass_duration_p50", b"pass_duration_p50", "pass_duration_p99", b"pass_duration_p99", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_p50", b"decode_step_p50", "decode_step_p99", b"decode_step_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "encoded_image_total", b"encoded_image_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "image_encode", b"image_encode", "image_feature_bytes", b"image_feature_bytes", "image_feature_limit_bytes", b"image_feature_limit_bytes", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "pass_p50", b"pass_p50", "pass_p99", b"pass_p99", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "reused_image_total", b"reused_image_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_total", b"accepted_draft_token_total", "accepted_total", b"accepted_total", "active_memory_bytes", b"active_memory_bytes", "cached_token_total", b"cached_token_total", "cancelled_total", b"cancelled_total", "decode_step_duration_p50", b"decode_step_duration_p50", "decode_step_duration_p99", b"decode_step_duration_p99", "decoding_count", b"decoding_count", "decoding_limit", b"decoding_limit", "drafted_token_total", b"drafted_token_total", "encoded_image_total", b"encoded_image_total", "failed_total", b"failed_total", "finished_total", b"finished_total", "image_encode_duration", b"image_encode_duration", "image_feature_bytes", b"image_feature_bytes", "image_feature_limit_bytes", b"image_feature_limit_bytes", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "loading_count", b"loading_count", "mailbox_count", b"mailbox_count", "mailbox_limit", b"mailbox_limit", "memory_limit_bytes", b"memory_limit_bytes", "output_token_total", b"output_token_total", "parked_total", b"parked_total", "pass_duration_p50", b"pass_duration_p50", "pass_duration_p99", b"pass_duration_p99", "peak_memory_bytes", b"peak_memory_bytes", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefilled_token_total", b"prefilled_token_total", "prefilling_count", b"prefilling_count", "prompt_token_total", b"prompt_token_total", "rejected_total", b"rejected_total", "reused_image_total", b"reused_image_total", "step_total", b"step_total", "uptime", b"uptime", "waiting_count", b"waiting_count", "waiting_limit", b"waiting_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,14 +12,11 @@ from google.protobuf.internal import containers as _containers
 from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import completion_pb2 as _completion_pb2
-from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
 from icehouse.v1 import logprobs_pb2 as _logprobs_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
-from icehouse.v1 import slow_request_pb2 as _slow_request_pb2
 from icehouse.v1 import speculation_pb2 as _speculation_pb2
-from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 from icehouse.v1 import tool_pb2 as _tool_pb2
 from icehouse.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
@@ -41,178 +38,140 @@ class GenerateRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    CHAT_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    INFILL_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    CACHE_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
-    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-    Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-    this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-    is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-    is answered. Once the first one has ended, the name is free and the same request runs anew: with
-    the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-    connection broke finds the name free a step after the server has noticed. Absent: one is made.
+    Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+    this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+    is sent again does not run twice at once, and it is not joined to the first one either.
+    Once the first one has ended, the id is free and the same request runs anew: with
+    the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+    connection the id is free one step after the server has noticed. Default: an id is generated.
     """
     model: _builtins.str
-    """Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model."""
-    text: _builtins.str
-    """Plain text. The tokenizer adds the model's start token if the model wants one."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
     max_output_tokens: _builtins.int
-    """Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-    above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-    tells. Absent or 0: the server's default (256 by default).
-    """
-    priority: _builtins.int
-    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
-    completions: _builtins.int
-    """Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-    PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-    They are let in together or refused together, take a place in the queue and a slot each, and the first
-    to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-    allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-    them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-    """
-    adapter: _builtins.str
-    """The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-    different adapters share no cache. Absent: the model by itself.
-    """
-    session_id: _builtins.str
-    """The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-    [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-    on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-    that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-    (one that is not written as above is passed over), else none.
+    """Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+    default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+    `max_output_tokens` has the result. Default: the server's default (256 by default).
     """
     max_reasoning_tokens: _builtins.int
-    """Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-    `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-    marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-    again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-    answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-    itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-    reasoning. Absent: as long as the model likes.
+    """Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+    `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+    model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+    that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+    answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+    begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+    the end of its reasoning. Default: unlimited.
+    """
+    completions: _builtins.int
+    """Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+    PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+    They are accepted or refused together, take a place in the queue and a slot each, and the first
+    failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+    allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+    them. Default: 1, returned only in the fields of GenerateResponse itself.
+    """
+    priority: _builtins.int
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0."""
+    session_id: _builtins.str
+    """The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+    [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+    appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+    the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+    (malformed ones are ignored), otherwise none.
     """
     @_builtins.property
-    def chat(self) -> _prompt_pb2.ChatPrompt:
-        """A conversation."""
-
-    @_builtins.property
-    def tokens(self) -> _prompt_pb2.TokenPrompt:
-        """Token ids, used as they are."""
-
-    @_builtins.property
-    def infill(self) -> _prompt_pb2.InfillPrompt:
-        """Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-        Tokenize makes of it.
-        """
+    def prompt(self) -> _prompt_pb2.Prompt:
+        """What to continue; required (PROMPT_MISSING)."""
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """How tokens are drawn. Absent: greedy."""
+        """How tokens are drawn. Default: greedy."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the output when they appear; the one that did is not part of it. The one that
-        is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-        bytes in UTF-8 by default. Absent: none.
+        """Strings that end the output when they appear; the matched string is not part of the output. The first one
+        to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+        bytes in UTF-8 by default. Default: none.
+        """
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+        `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+        its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+        Default: none.
         """
 
     @_builtins.property
     def response_format(self) -> _response_format_pb2.ResponseFormat:
         """The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-        too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+        too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
         """
-
-    @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
-        """Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-        refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-        Absent: none.
-        """
-
-    @_builtins.property
-    def logprobs(self) -> _logprobs_pb2.LogprobsOptions:
-        """Tell log probabilities of tokens. Absent: none."""
-
-    @_builtins.property
-    def cache(self) -> _cache_policy_pb2.CachePolicy:
-        """What may be done with the prefix cache. Absent: read and write, default tenant."""
 
     @_builtins.property
     def tool_choice(self) -> _tool_pb2.ToolChoice:
-        """Whether, and which tool, the model calls. Absent: it decides."""
+        """Whether the model calls tools, and which. Default: the model decides."""
+
+    @_builtins.property
+    def logprobs(self) -> _logprobs_pb2.LogprobsOptions:
+        """Return log probabilities of tokens. Default: none."""
 
     @_builtins.property
     def speculation(self) -> _speculation_pb2.Speculation:
-        """Guess several tokens a step; the output is the same. Absent: no."""
+        """Guess several tokens a step; the output is the same. Default: no speculation."""
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-        `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-        its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-        Absent: none.
-        """
+    def cache(self) -> _cache_policy_pb2.CachePolicy:
+        """What the request may do with the prefix cache. Default: read and write, default tenant."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
-        text: _builtins.str = ...,
-        chat: _prompt_pb2.ChatPrompt | None = ...,
-        tokens: _prompt_pb2.TokenPrompt | None = ...,
-        infill: _prompt_pb2.InfillPrompt | None = ...,
+        prompt: _prompt_pb2.Prompt | None = ...,
         max_output_tokens: _builtins.int = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         response_format: _response_format_pb2.ResponseFormat | None = ...,
-        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
-        logprobs: _logprobs_pb2.LogprobsOptions | None = ...,
-        cache: _cache_policy_pb2.CachePolicy | None = ...,
-        priority: _builtins.int = ...,
         tool_choice: _tool_pb2.ToolChoice | None = ...,
+        max_reasoning_tokens: _builtins.int | None = ...,
+        logprobs: _logprobs_pb2.LogprobsOptions | None = ...,
         completions: _builtins.int = ...,
         speculation: _speculation_pb2.Speculation | None = ...,
-        adapter: _builtins.str = ...,
+        cache: _cache_policy_pb2.CachePolicy | None = ...,
+        priority: _builtins.int = ...,
         session_id: _builtins.str = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        max_reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "chat", b"chat", "infill", b"infill", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "completions", b"completions", "infill", b"infill", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "tokens", b"tokens", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens", "infill"]  # noqa: Y015
-    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """The complete output; of several completions the first one, but for `completions`."""
+    """The complete output; with several completions the first one, except for `completions`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -222,50 +181,50 @@ class GenerateResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
-    MALFORMED_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's request id, or the one made for it."""
+    """The caller's request id, or the generated one."""
     model: _builtins.str
     """The model that answered."""
     text: _builtins.str
-    """The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+    """The generated text, without the prompt and without a stop string. For a chat: what the model says,
     without its reasoning, its tool calls and the markers around them.
     """
     finish_reason: _usage_pb2.FinishReason.ValueType
-    """Why it ended."""
+    """Why the output ended."""
     stop_string: _builtins.str
-    """The stop string that ended it. Absent: it ended otherwise."""
+    """The stop string that ended the output. Empty: it ended otherwise."""
+    stop_token_id: _builtins.int
+    """The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+    Not set: it ended otherwise.
+    """
     seed: _builtins.int
     """The seed that was used, the request's or the one drawn for it."""
     reasoning: _builtins.str
-    """What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-    reasoning. Absent: none.
-    """
-    stop_token_id: _builtins.int
-    """The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-    Absent: it ended otherwise.
+    """The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+    reasoning. Empty: none.
     """
     system_fingerprint: _builtins.str
-    """What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-    chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-    what reads the model. While it stays, the same request with the same seed is expected to give the same
-    output; when it changes, outputs may change.
+    """What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+    chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+    the package that loads the model. While it stays the same, the same request with the same seed is expected
+    to give the same output; when it changes, outputs may change.
     """
     max_output_tokens: _builtins.int
-    """Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+    """Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
     the server's limit or the model's context is less.
     """
     @_builtins.property
@@ -274,7 +233,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
-        """What it cost."""
+        """What the request cost."""
 
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
@@ -283,35 +242,35 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
         """The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-        the output. Absent: none.
-        """
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
-        """One for each of `token_ids`. Absent: not asked for."""
-
-    @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
-        """One for each prompt token but the first, which nothing comes before. Absent: not asked for."""
-
-    @_builtins.property
-    def completions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.Completion]:
-        """Every completion in order, the first one included. Absent: the request left `completions` unset."""
-
-    @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When the request reached the server, by the server's clock."""
-
-    @_builtins.property
-    def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-        to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-        "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+        the output.
         """
 
     @_builtins.property
     def malformed_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.MalformedToolCall]:
-        """Parts of `text` that began as tool calls and cannot be read as such. Absent: none."""
+        """Parts of `text` that began as tool calls and cannot be parsed."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each of `token_ids`. Empty: not requested."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each prompt token but the first, which nothing precedes. Empty: not requested."""
+
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.Completion]:
+        """Every completion in order, including the first one. Empty: the request did not set `completions`."""
+
+    @_builtins.property
+    def receive_time(self) -> _timestamp_pb2.Timestamp:
+        """When the server received the request, by the server's clock."""
+
+    @_builtins.property
+    def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+        such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+        "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+        """
 
     def __init__(
         self,
@@ -321,33 +280,28 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _usage_pb2.FinishReason.ValueType = ...,
-        stop_string: _builtins.str | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int | None = ...,
         usage: _usage_pb2.Usage | None = ...,
         cache: _usage_pb2.CacheReport | None = ...,
         seed: _builtins.int = ...,
         tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
+        malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
         reasoning: _builtins.str = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         completions: _abc.Iterable[_completion_pb2.Completion] | None = ...,
-        stop_token_id: _builtins.int | None = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
+        receive_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
         unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
-        malformed_tool_calls: _abc.Iterable[_tool_pb2.MalformedToolCall] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "create_time", b"create_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "receive_time", b"receive_time", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "create_time", b"create_time", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "unenforced_keywords", b"unenforced_keywords", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "unenforced_keywords", b"unenforced_keywords", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
-    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
@@ -364,7 +318,7 @@ class StreamResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
-        """The request left the queue. Once, first; of several completions when the first one of them did."""
+        """The request left the queue. Once, first; with several completions when the first one of them did."""
 
     @_builtins.property
     def prefill_progress(self) -> Global___PrefillProgress:
@@ -374,11 +328,11 @@ class StreamResponse(_message.Message):
 
     @_builtins.property
     def delta(self) -> Global___Delta:
-        """New output. Any number; those of several completions mixed."""
+        """New output. Any number; those of several completions are interleaved."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """The output is complete. Once, last; of several completions once each, the last one of them last."""
+        """The output is complete. Once, last; with several completions once for each."""
 
     def __init__(
         self,
@@ -410,12 +364,12 @@ class Started(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     QUEUE_DURATION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
-    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's request id, or the one made for it."""
+    """The caller's request id, or the generated one."""
     model: _builtins.str
     """The model that answers."""
     prompt_tokens: _builtins.int
@@ -432,11 +386,11 @@ class Started(_message.Message):
 
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
-        """From arrival until now."""
+        """Time in the queue, since the request was received."""
 
     @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When the request reached the server, by the server's clock."""
+    def receive_time(self) -> _timestamp_pb2.Timestamp:
+        """When the server received the request, by the server's clock."""
 
     @_builtins.property
     def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -451,14 +405,14 @@ class Started(_message.Message):
         cache: _usage_pb2.CacheReport | None = ...,
         queue_duration: _duration_pb2.Duration | None = ...,
         seed: _builtins.int = ...,
-        create_time: _timestamp_pb2.Timestamp | None = ...,
+        receive_time: _timestamp_pb2.Timestamp | None = ...,
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
         unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "queue_duration", b"queue_duration", "receive_time", b"receive_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "create_time", b"create_time", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint", "unenforced_keywords", b"unenforced_keywords"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint", "unenforced_keywords", b"unenforced_keywords"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,7 +420,7 @@ Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class PrefillProgress(_message.Message):
-    """How far the prompt is computed."""
+    """How much of the prompt is computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -474,13 +428,13 @@ class PrefillProgress(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     processed_tokens: _builtins.int
-    """Prompt tokens done, reused ones included."""
+    """Prompt tokens done, including reused ones."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
-        """Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-        token. Absent: not asked for, or no new ones.
+        """Log probabilities of the prompt tokens since the last message; none for the prompt's first
+        token. Empty: not requested, or no new ones.
         """
 
     def __init__(
@@ -508,13 +462,13 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
+    MALFORMED_TOOL_CALL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETION_INDEX_FIELD_NUMBER: _builtins.int
-    MALFORMED_TOOL_CALL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only. May be empty: some tokens complete no character."""
     reasoning: _builtins.str
-    """More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none."""
+    """More of the model's reasoning, whole characters only; never with `text` or `tool_call`."""
     completion_index: _builtins.int
     """Which completion it belongs to, from 0."""
     @_builtins.property
@@ -525,15 +479,15 @@ class Delta(_message.Message):
 
     @_builtins.property
     def tool_call(self) -> _tool_pb2.ToolCallDelta:
-        """A piece of a tool call; never with `text` or `reasoning`. Absent: none."""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
-        """One for each of `token_ids`. Absent: not asked for."""
+        """A piece of a tool call; never with `text` or `reasoning`. Not set: none."""
 
     @_builtins.property
     def malformed_tool_call(self) -> _tool_pb2.MalformedToolCall:
-        """Says that `text` of this delta is a call that cannot be read as one. Absent: it is not."""
+        """Set where `text` of this delta is a call that cannot be parsed."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.TokenLogprobs]:
+        """One for each of `token_ids`. Empty: not requested."""
 
     def __init__(
         self,
@@ -542,9 +496,9 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         reasoning: _builtins.str = ...,
         tool_call: _tool_pb2.ToolCallDelta | None = ...,
+        malformed_tool_call: _tool_pb2.MalformedToolCall | None = ...,
         logprobs: _abc.Iterable[_logprobs_pb2.TokenLogprobs] | None = ...,
         completion_index: _builtins.int = ...,
-        malformed_tool_call: _tool_pb2.MalformedToolCall | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["malformed_tool_call", b"malformed_tool_call", "tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -562,43 +516,38 @@ class Finished(_message.Message):
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     COMPLETION_INDEX_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     finish_reason: _usage_pb2.FinishReason.ValueType
-    """Why it ended."""
+    """Why the output ended."""
     stop_string: _builtins.str
-    """The stop string that ended it. Absent: it ended otherwise."""
+    """The stop string that ended the output. Empty: it ended otherwise."""
+    stop_token_id: _builtins.int
+    """The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+    Not set: it ended otherwise.
+    """
     completion_index: _builtins.int
     """Which completion it belongs to, from 0."""
-    stop_token_id: _builtins.int
-    """The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-    Absent: it ended otherwise.
-    """
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
-        """What it cost."""
+        """What the request cost."""
 
     def __init__(
         self,
         *,
         finish_reason: _usage_pb2.FinishReason.ValueType = ...,
-        stop_string: _builtins.str | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int | None = ...,
         usage: _usage_pb2.Usage | None = ...,
         completion_index: _builtins.int = ...,
-        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "completion_index", b"completion_index", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "completion_index", b"completion_index", "finish_reason", b"finish_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
-    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
@@ -610,42 +559,27 @@ class TokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    CHAT_FIELD_NUMBER: _builtins.int
-    INFILL_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model whose tokenizer to use; else NOT_FOUND. Absent: the served model."""
-    text: _builtins.str
-    """Plain text."""
+    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model."""
     @_builtins.property
-    def chat(self) -> _prompt_pb2.ChatPrompt:
-        """A conversation."""
-
-    @_builtins.property
-    def infill(self) -> _prompt_pb2.InfillPrompt:
-        """Two texts with a gap."""
-
-    @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
-        """Tools that the conversation's template shows, as for Generate. Absent: none."""
+    def prompt(self) -> _prompt_pb2.Prompt:
+        """What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+        may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+        1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
+        """
 
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
-        text: _builtins.str = ...,
-        chat: _prompt_pb2.ChatPrompt | None = ...,
-        infill: _prompt_pb2.InfillPrompt | None = ...,
-        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        prompt: _prompt_pb2.Prompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "infill", b"infill", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "infill", b"infill", "model", b"model", "prompt", b"prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "infill"]  # noqa: Y015
-    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
@@ -661,7 +595,7 @@ class TokenizeResponse(_message.Message):
     """Their number."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
-        """The tokens in order, start tokens included."""
+        """The tokens in order, including start tokens."""
 
     def __init__(
         self,
@@ -688,7 +622,7 @@ class Token(_message.Message):
     id: _builtins.int
     """Its id, in [0, vocabulary size)."""
     piece: _builtins.str
-    """The vocabulary's own spelling, for reading only: a token can be a part of a character."""
+    """The vocabulary's own spelling, only for display: a token can be part of a character."""
     def __init__(
         self,
         *,
@@ -712,10 +646,10 @@ class DetokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model whose tokenizer to use; else NOT_FOUND. Absent: the served model."""
+    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+        """The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
         (TOKEN_OUT_OF_RANGE).
         """
 
@@ -742,7 +676,7 @@ class DetokenizeResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-    vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+    vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
     """
     def __init__(
         self,
@@ -759,7 +693,7 @@ Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class CacheStatsRequest(_message.Message):
-    """Asks for the counters."""
+    """Asks for the counters of the prefix cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -776,52 +710,29 @@ Global___CacheStatsRequest: _TypeAlias = CacheStatsRequest  # noqa: Y015
 
 @_typing.final
 class CacheStatsResponse(_message.Message):
-    """Counters between two steps."""
+    """The counters of the prefix cache between two steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     COLLECT_TIME_FIELD_NUMBER: _builtins.int
-    ENGINE_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
-    SLOWEST_REQUESTS_FIELD_NUMBER: _builtins.int
-    TENANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def collect_time(self) -> _timestamp_pb2.Timestamp:
         """When they were taken."""
 
     @_builtins.property
-    def engine(self) -> _engine_stats_pb2.EngineStats:
-        """The engine's counters."""
-
-    @_builtins.property
     def cache(self) -> _cache_stats_pb2.CacheStats:
-        """The prefix cache's counters. Absent: the server runs without a prefix cache."""
-
-    @_builtins.property
-    def slowest_requests(self) -> _containers.RepeatedCompositeFieldContainer[_slow_request_pb2.SlowRequest]:
-        """The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-        first; at most 10. A tenant sees its own, an operator those of all.
-        """
-
-    @_builtins.property
-    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[_tenant_stats_pb2.TenantStats]:
-        """One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-        only operators get the whole message: others get `collect_time`, their own entry here and
-        their own slowest requests.
-        """
+        """The counters. Not set: the server runs without a prefix cache."""
 
     def __init__(
         self,
         *,
         collect_time: _timestamp_pb2.Timestamp | None = ...,
-        engine: _engine_stats_pb2.EngineStats | None = ...,
         cache: _cache_stats_pb2.CacheStats | None = ...,
-        slowest_requests: _abc.Iterable[_slow_request_pb2.SlowRequest] | None = ...,
-        tenants: _abc.Iterable[_tenant_stats_pb2.TenantStats] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

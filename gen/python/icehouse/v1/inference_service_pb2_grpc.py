@@ -26,15 +26,22 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel):
@@ -71,15 +78,22 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     def Generate(self, request, context):
@@ -90,11 +104,11 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
-        """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-        where several were asked for). The texts of a completion's deltas, joined, are the text that
-        Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-        passes, frees the sequence within a step; one who stops reading is cut off with
-        RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+        """Generates and streams the output: one `started` first, one `finished` last (for each completion,
+        where several were requested). The texts of a completion's deltas, joined, are the text that
+        Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+        passes, the request ends within one step. A caller who stops reading is disconnected with
+        RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,14 +122,15 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns tokens into text, as Tokenize turned the text into tokens.
+        """Turns tokens into text: the reverse of Tokenize.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CacheStats(self, request, context):
-        """Counters of the engine and of the prefix cache, taken between two steps.
+        """Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+        authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,15 +173,22 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     @staticmethod

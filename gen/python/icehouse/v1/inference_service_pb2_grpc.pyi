@@ -27,15 +27,22 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     @_typing.overload
@@ -45,59 +52,77 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]
     """Generates and answers once, when the output is complete."""
     Stream: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]
-    """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-    where several were asked for). The texts of a completion's deltas, joined, are the text that
-    Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-    passes, frees the sequence within a step; one who stops reading is cut off with
-    RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+    """Generates and streams the output: one `started` first, one `finished` last (for each completion,
+    where several were requested). The texts of a completion's deltas, joined, are the text that
+    Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+    passes, the request ends within one step. A caller who stops reading is disconnected with
+    RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
     """Turns a prompt into tokens exactly as Generate would."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]
-    """Turns tokens into text, as Tokenize turned the text into tokens."""
+    """Turns tokens into text: the reverse of Tokenize."""
     CacheStats: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.CacheStatsRequest, _inference_service_pb2.CacheStatsResponse]
-    """Counters of the engine and of the prefix cache, taken between two steps."""
+    """Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+    authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates and answers once, when the output is complete."""
     Stream: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.StreamResponse]  # type: ignore[assignment]
-    """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-    where several were asked for). The texts of a completion's deltas, joined, are the text that
-    Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-    passes, frees the sequence within a step; one who stops reading is cut off with
-    RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+    """Generates and streams the output: one `started` first, one `finished` last (for each completion,
+    where several were requested). The texts of a completion's deltas, joined, are the text that
+    Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+    passes, the request ends within one step. A caller who stops reading is disconnected with
+    RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns a prompt into tokens exactly as Generate would."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns tokens into text, as Tokenize turned the text into tokens."""
+    """Turns tokens into text: the reverse of Tokenize."""
     CacheStats: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CacheStatsRequest, _inference_service_pb2.CacheStatsResponse]  # type: ignore[assignment]
-    """Counters of the engine and of the prefix cache, taken between two steps."""
+    """Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+    authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Continues prompts. Every refusal arrives before the first response message, as a status with
-    google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-    the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-    INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+    """Continues prompts.
+
+    Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+    differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+    comment names.
+
+    Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+    (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+    message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+    INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
     RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-    UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+    UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
     UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-    A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-    Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+
+    A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+    Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
     """
 
     @_abc_1.abstractmethod
@@ -114,11 +139,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.StreamResponse], _abc.AsyncIterator[_inference_service_pb2.StreamResponse]]:
-        """Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-        where several were asked for). The texts of a completion's deltas, joined, are the text that
-        Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-        passes, frees the sequence within a step; one who stops reading is cut off with
-        RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+        """Generates and streams the output: one `started` first, one `finished` last (for each completion,
+        where several were requested). The texts of a completion's deltas, joined, are the text that
+        Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+        passes, the request ends within one step. A caller who stops reading is disconnected with
+        RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
         """
 
     @_abc_1.abstractmethod
@@ -135,7 +160,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.DetokenizeResponse, _abc.Awaitable[_inference_service_pb2.DetokenizeResponse]]:
-        """Turns tokens into text, as Tokenize turned the text into tokens."""
+        """Turns tokens into text: the reverse of Tokenize."""
 
     @_abc_1.abstractmethod
     def CacheStats(
@@ -143,6 +168,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.CacheStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.CacheStatsResponse, _abc.Awaitable[_inference_service_pb2.CacheStatsResponse]]:
-        """Counters of the engine and of the prefix cache, taken between two steps."""
+        """Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+        authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

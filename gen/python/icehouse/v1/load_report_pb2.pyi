@@ -20,10 +20,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoadReport(_message.Message):
-    """The trailer `endpoint-load-metrics-bin` of every call, where the server was told to send it
-    (--load-report). On the wire it is xds.data.orca.v3.OrcaLoadReport, number by number
-    (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51): balancers parse it
-    as that. It is repeated here because both published Python packages of that proto replace files of
+    """The trailer `endpoint-load-metrics-bin` of every call, where the server is started with
+    --load-report. It is compatible with xds.data.orca.v3.OrcaLoadReport, field number by field number
+    (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51), and load balancers parse it
+    as that. It is repeated here because both published Python packages of that proto overwrite files of
     other packages.
     """
 
@@ -55,19 +55,19 @@ class LoadReport(_message.Message):
     NAMED_METRICS_FIELD_NUMBER: _builtins.int
     APPLICATION_UTILIZATION_FIELD_NUMBER: _builtins.int
     mem_utilization: _builtins.float
-    """Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit."""
+    """Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit."""
     rps_fractional: _builtins.float
     """Requests finished per second, over the last sample interval."""
     eps: _builtins.float
-    """Requests broken per second, over the last sample interval."""
+    """Requests failed per second, over the last sample interval."""
     application_utilization: _builtins.float
-    """Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-    are better sent elsewhere.
+    """Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+    requests to another server.
     """
     @_builtins.property
     def named_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-        batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+        batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
         """
 
     def __init__(

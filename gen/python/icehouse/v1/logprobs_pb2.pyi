@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LogprobsOptions(_message.Message):
-    """Which log probabilities to tell. Set, even if empty: those of every output token."""
+    """Which log probabilities to return. If the message is set, even if empty: those of every output token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -28,17 +28,17 @@ class LogprobsOptions(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     top_count: _builtins.int
-    """How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-    PARAMETER_OUT_OF_RANGE). Absent: 0.
+    """How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+    PARAMETER_OUT_OF_RANGE). Default: 0.
     """
     prompt: _builtins.bool
-    """Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-    nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+    """Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+    nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-        PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+        """Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+        PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
         """
 
     def __init__(
@@ -58,8 +58,8 @@ Global___LogprobsOptions: _TypeAlias = LogprobsOptions  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """What the model thought of one token. Of the model's own distribution: temperature, filters,
-    penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
+    """The log probability of one token, in the model's own distribution: temperature, filters,
+    penalties, bias, bad words and response formats are applied later, so a drawn token can have any rank.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -76,18 +76,18 @@ class TokenLogprobs(_message.Message):
     logprob: _builtins.float
     """The natural logarithm of its probability, <= 0."""
     rank: _builtins.int
-    """Its place among all tokens, 1 for the likeliest."""
+    """Its rank among all tokens, 1 for the most likely."""
     piece: _builtins.str
-    """The vocabulary's own spelling, for reading only: a token can be a part of a character."""
+    """The vocabulary's own spelling, only for display: a token can be part of a character."""
     text_offset: _builtins.int
-    """Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-    of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-    string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-    Absent: a token of the prompt.
+    """Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+    of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+    string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+    text. Not set: a token of the prompt.
     """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The likeliest tokens, falling; `top_count` of them."""
+        """The most likely tokens, the most likely first; `top_count` of them."""
 
     @_builtins.property
     def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
@@ -116,7 +116,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
-    """A token that could have stood in some place."""
+    """A token that was possible at some position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -128,7 +128,7 @@ class TopLogprob(_message.Message):
     logprob: _builtins.float
     """The natural logarithm of its probability, <= 0."""
     piece: _builtins.str
-    """The vocabulary's own spelling, for reading only."""
+    """The vocabulary's own spelling, only for display."""
     def __init__(
         self,
         *,

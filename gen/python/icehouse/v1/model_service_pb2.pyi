@@ -29,21 +29,23 @@ class _PassSplitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PassSplit.V
     PASS_SPLIT_UNSPECIFIED: _PassSplit.ValueType  # 0
     """Never sent."""
     PASS_SPLIT_ATTENTION: _PassSplit.ValueType  # 1
-    """In attention alone."""
+    """Only in attention."""
     PASS_SPLIT_MODULE: _PassSplit.ValueType  # 2
-    """In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own."""
+    """In the module of a layer that keeps its state, such as a convolution or a special kind of attention."""
     PASS_SPLIT_ALONE: _PassSplit.ValueType  # 3
     """Everywhere: each sequence is a pass of its own."""
 
 class PassSplit(_PassSplit, metaclass=_PassSplitEnumTypeWrapper):
-    """Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once."""
+    """Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
+    at once.
+    """
 
 PASS_SPLIT_UNSPECIFIED: PassSplit.ValueType  # 0
 """Never sent."""
 PASS_SPLIT_ATTENTION: PassSplit.ValueType  # 1
-"""In attention alone."""
+"""Only in attention."""
 PASS_SPLIT_MODULE: PassSplit.ValueType  # 2
-"""In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own."""
+"""In the module of a layer that keeps its state, such as a convolution or a special kind of attention."""
 PASS_SPLIT_ALONE: PassSplit.ValueType  # 3
 """Everywhere: each sequence is a pass of its own."""
 Global___PassSplit: _TypeAlias = PassSplit  # noqa: Y015
@@ -57,9 +59,9 @@ class ListModelsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most models to return, 0 to 1000. Absent or 0: 100."""
+    """Maximum models to return; above 1000 it is taken as 1000. Default: 100."""
     page_token: _builtins.str
-    """`next_page_token` of the page before. Absent: the first page."""
+    """`next_page_token` of the previous page. Default: the first page."""
     def __init__(
         self,
         *,
@@ -83,7 +85,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Token of the next page. Absent: this is the last."""
+    """Token of the next page. Empty: this is the last page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
         """The models, by id."""
@@ -110,7 +112,7 @@ class GetModelRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's id. Absent: the served model."""
+    """The model's id. Default: the served model."""
     def __init__(
         self,
         *,
@@ -175,7 +177,7 @@ class Model(_message.Message):
     RUNS_IMAGES_WHOLE_FIELD_NUMBER: _builtins.int
     REPLY_FORMAT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The name callers use in `model`."""
+    """The name that requests use in `model`."""
     architecture: _builtins.str
     """The architecture, `model_type` of its config.json."""
     vocabulary_size: _builtins.int
@@ -191,19 +193,19 @@ class Model(_message.Message):
     weight_bytes: _builtins.int
     """Bytes of its weights in memory."""
     kv_bytes_per_token: _builtins.int
-    """Bytes by which KV grows per token over all layers of unlimited context. 0: unknown."""
+    """Bytes of KV per token, over all layers of unlimited context. 0: unknown."""
     fingerprint: _builtins.str
-    """Identity of everything KV depends on, in hex. Absent: no cache is kept."""
+    """Hash of everything that KV depends on, in hex. Empty: there is no cache."""
     has_chat_template: _builtins.bool
     """Whether chat prompts work."""
     device: _builtins.str
     """The device it runs on, for example "cpu" or "gpu"."""
     embedding_dimensions: _builtins.int
-    """Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model."""
+    """Dimensions of the vectors of EmbeddingService. 0: this model cannot embed."""
     reads_images: _builtins.bool
-    """Whether chat prompts may have images in them."""
+    """Whether chat prompts may contain images."""
     runs_images_whole: _builtins.bool
-    """Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+    """Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
     no chunk of a prompt ends inside it.
     """
     @_builtins.property
@@ -216,17 +218,17 @@ class Model(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.Adapter]:
-        """The adapters that requests may choose, in the config's order. Absent: none."""
+        """The adapters that requests may choose, in the order of the configuration."""
 
     @_builtins.property
     def pass_splits(self) -> _containers.RepeatedScalarFieldContainer[Global___PassSplit.ValueType]:
-        """Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-        PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+        """Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+        PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
         """
 
     @_builtins.property
     def reply_format(self) -> Global___ReplyFormat:
-        """How its chat replies are read. Absent: it has no chat template."""
+        """How its chat replies are parsed. Not set: it has no chat template."""
 
     def __init__(
         self,
@@ -262,7 +264,7 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class ReplyFormat(_message.Message):
-    """How the replies of a model are read, found when it was loaded."""
+    """How the replies of a model are parsed, detected when it was loaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -272,21 +274,21 @@ class ReplyFormat(_message.Message):
     EVIDENCE_FIELD_NUMBER: _builtins.int
     UNREAD_MARKERS_FIELD_NUMBER: _builtins.int
     calls: _builtins.str
-    """The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+    """The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
     requests with tools are refused with TOOLS_UNSUPPORTED.
     """
     reasoning_start: _builtins.str
-    """What begins reasoning in its replies, for example "<think>". Empty: none is told apart."""
+    """The marker that begins reasoning in its replies, for example "<think>". Empty: reasoning is not separated."""
     reasoning_end: _builtins.str
-    """What ends reasoning."""
+    """The marker that ends reasoning."""
     @_builtins.property
     def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What both were found by, in words, one line each."""
+        """How both were detected, in words, one line each."""
 
     @_builtins.property
     def unread_markers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-        up in texts. Empty for most.
+        """Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+        appear in texts. Empty for most models.
         """
 
     def __init__(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,11 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 
     def ListModels(self, request, context):
-        """Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+        """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
     """
 
     @staticmethod

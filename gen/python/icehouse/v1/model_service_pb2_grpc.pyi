@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]
-    """Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token."""
+    """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListModels: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token."""
+    """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Names and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -57,7 +57,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.ListModelsResponse, _abc.Awaitable[_model_service_pb2.ListModelsResponse]]:
-        """Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token."""
+        """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
 
     @_abc_1.abstractmethod
     def GetModel(

@@ -21,6 +21,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Role:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """The role is the one in `ChatMessage.role_name`."""
+    ROLE_SYSTEM: _Role.ValueType  # 1
+    """Instructions for the whole conversation."""
+    ROLE_DEVELOPER: _Role.ValueType  # 2
+    """Instructions of the application's developer; "system" where the template does not know this role."""
+    ROLE_USER: _Role.ValueType  # 3
+    """The user."""
+    ROLE_ASSISTANT: _Role.ValueType  # 4
+    """The model."""
+    ROLE_TOOL: _Role.ValueType  # 5
+    """The result of a tool call."""
+
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """Who speaks in a turn."""
+
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""The role is the one in `ChatMessage.role_name`."""
+ROLE_SYSTEM: Role.ValueType  # 1
+"""Instructions for the whole conversation."""
+ROLE_DEVELOPER: Role.ValueType  # 2
+"""Instructions of the application's developer; "system" where the template does not know this role."""
+ROLE_USER: Role.ValueType  # 3
+"""The user."""
+ROLE_ASSISTANT: Role.ValueType  # 4
+"""The model."""
+ROLE_TOOL: Role.ValueType  # 5
+"""The result of a tool call."""
+Global___Role: _TypeAlias = Role  # noqa: Y015
+
 class _ImageDetail:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -28,47 +64,108 @@ class _ImageDetail:
 class _ImageDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImageDetail.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     IMAGE_DETAIL_UNSPECIFIED: _ImageDetail.ValueType  # 0
-    """IMAGE_DETAIL_AUTO."""
+    """Same as IMAGE_DETAIL_AUTO."""
     IMAGE_DETAIL_AUTO: _ImageDetail.ValueType  # 1
-    """As the model's own processor has it."""
+    """As the model's own processor does it."""
     IMAGE_DETAIL_LOW: _ImageDetail.ValueType  # 2
-    """In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-    image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-    to at most 256.
+    """In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+    image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+    to at most 256 tokens.
     """
     IMAGE_DETAIL_HIGH: _ImageDetail.ValueType  # 3
     """As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""
 
 class ImageDetail(_ImageDetail, metaclass=_ImageDetailEnumTypeWrapper):
-    """How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
-    model's family to say; families that show every image in one size do the same at every level.
+    """How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
+    family; families that show every image in one size do the same at every level.
     """
 
 IMAGE_DETAIL_UNSPECIFIED: ImageDetail.ValueType  # 0
-"""IMAGE_DETAIL_AUTO."""
+"""Same as IMAGE_DETAIL_AUTO."""
 IMAGE_DETAIL_AUTO: ImageDetail.ValueType  # 1
-"""As the model's own processor has it."""
+"""As the model's own processor does it."""
 IMAGE_DETAIL_LOW: ImageDetail.ValueType  # 2
-"""In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-to at most 256.
+"""In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+to at most 256 tokens.
 """
 IMAGE_DETAIL_HIGH: ImageDetail.ValueType  # 3
 """As much as the model's own processor shows, which is IMAGE_DETAIL_AUTO in all families so far."""
 Global___ImageDetail: _TypeAlias = ImageDetail  # noqa: Y015
 
 @_typing.final
-class ChatPrompt(_message.Message):
-    """A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
-    is refused with CHAT_INVALID and the template's words.
+class Prompt(_message.Message):
+    """A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
+    prompt takes this message, so a prompt can be tokenized, warmed, explained, pinned and evicted exactly as it
+    is generated from.
+    """
 
-    Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
-    histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
-    where it takes no system message, that text goes before the user's message behind it, or is one itself;
-    where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
-    what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
-    are written as text, one after the other, or as a message of their own. Joined texts are separated by an
-    empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    INFILL_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Plain text. The tokenizer adds the model's start token if the model wants one."""
+    adapter: _builtins.str
+    """The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+    different adapters share no cached blocks. Default: the model without an adapter.
+    """
+    @_builtins.property
+    def chat(self) -> Global___ChatPrompt:
+        """A conversation."""
+
+    @_builtins.property
+    def tokens(self) -> Global___TokenPrompt:
+        """Token ids, used as they are."""
+
+    @_builtins.property
+    def infill(self) -> Global___InfillPrompt:
+        """Two texts with a gap between them, which the output fills."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.Tool]:
+        """Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+        they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+        the model's template shows no tools, or its calls cannot be read. Default: none.
+        """
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        chat: Global___ChatPrompt | None = ...,
+        tokens: Global___TokenPrompt | None = ...,
+        infill: Global___InfillPrompt | None = ...,
+        tools: _abc.Iterable[_tool_pb2.Tool] | None = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "form", b"form", "infill", b"infill", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chat", b"chat", "form", b"form", "infill", b"infill", "text", b"text", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["text", "chat", "tokens", "infill"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
+
+@_typing.final
+class ChatPrompt(_message.Message):
+    """A conversation, rendered by the model's own chat template. If the template raises an error, the request
+    is refused with CHAT_INVALID and the template's message.
+
+    Conversations are adapted to the template. What the template accepts is found by rendering small
+    histories. Where it does not know "developer", the role becomes "system". Consecutive system messages become
+    one. Where it accepts no system message, that text is put before the next user message, or becomes a user
+    message. Where it requires roles to alternate, consecutive messages of one role become one, and an empty
+    message is inserted where roles still do not alternate. Where it accepts no calls, not several at once, no text
+    beside them, or no results, they are written as text, one after the other, or as a message of their own.
+    Joined texts are separated by an empty line. A message whose text the template would still drop is refused
+    with CHAT_INVALID. Messages with a `role_name` are passed on as they are.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -78,8 +175,8 @@ class ChatPrompt(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-    `continue_final_message`.
+    """Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+    `continue_final_message` is set.
     """
     continue_final_message: _builtins.bool
     """Continue the last message, which must be the assistant's, instead of answering it. Its reasoning is
@@ -95,8 +192,8 @@ class ChatPrompt(_message.Message):
     def template_arguments(self) -> _struct_pb2.Struct:
         """Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
         arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-        ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-        defaults, with thinking on where the model can.
+        ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+        own defaults, with thinking switched on where the model can think.
         """
 
     def __init__(
@@ -131,38 +228,43 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    """Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-    word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
-    """
+    ROLE_NAME_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID."""
     content: _builtins.str
     """The text of the turn. May be empty."""
     name: _builtins.str
-    """The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-    before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+    """The speaker's name, for templates that show it; where messages of several speakers become one, it is
+    written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+    of ROLE_TOOL the name in its call.
     """
     reasoning: _builtins.str
-    """What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-    "assistant"; the template decides which turns keep theirs. Absent: none.
+    """The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+    ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
     """
     tool_call_id: _builtins.str
-    """The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-    id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-    put in the calls' order.
+    """The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+    has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+    are put in the order of the calls.
+    """
+    role_name: _builtins.str
+    """The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+    where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+    does not know. CHAT_INVALID in each of these cases.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tool_pb2.ToolCall]:
-        """The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-        server's, or empty: the template sees such as it takes, the same for a call and its result.
+        """The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+        server's, or empty: the template gets ids that it accepts, the same for a call and its result.
         """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-        Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-        prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-        are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-        without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+        """The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+        Text does not say which tokens a model drew: the same words can be split differently, and a cached
+        prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+        are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+        without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
         is tokenized.
         """
 
@@ -173,22 +275,21 @@ class ChatMessage(_message.Message):
     def __init__(
         self,
         *,
-        role: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
         content: _builtins.str = ...,
-        name: _builtins.str | None = ...,
+        name: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[_tool_pb2.ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parts: _abc.Iterable[Global___ContentPart] | None = ...,
+        role_name: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "name", b"name"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "role_name", b"role_name", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
-    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
@@ -204,11 +305,11 @@ class ContentPart(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-        are shown to the model in a user's turn behind them, since few families show any in a result; where there
-        are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-        the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-        more of them than `server.max_images`.
+        """An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+        to the model in a user's turn after them, since few model families show images in a result; where there are
+        several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+        where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+        has more images than `server.max_images`.
         """
 
     def __init__(
@@ -240,25 +341,25 @@ class ImagePart(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-    `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+    """The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+    `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
     not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
     """
     uri: _builtins.str
     """A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
     file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-    of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-    folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-    Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-    is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-    a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+    of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+    folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+    allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+    or not there is such a file or host. If the hosts do not deliver all images of a request within
+    `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
     """
     media_type: _builtins.str
-    """What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-    error where they are no image. Absent: what the data URI says.
+    """The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+    appears in the error where they are no image. Default: what the data URI says.
     """
     detail: Global___ImageDetail.ValueType
-    """How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID."""
+    """How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID."""
     def __init__(
         self,
         *,
@@ -279,12 +380,12 @@ Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
 
 @_typing.final
 class InfillPrompt(_message.Message):
-    """Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
-    they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
-    CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
-    A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
-    prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
-    output as the request's `stop_token_ids` do.
+    """Two texts with a gap between them, which the output fills (fill in the middle). Works with models that are
+    trained for it: Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+    CodeLlama and others whose vocabularies have the same special tokens. Other models refuse it with UNSUPPORTED.
+    The prompt is the model's start token, then the prefix and the suffix with the special tokens, so prompts with
+    the same prefix share its cached blocks. Those special tokens, and the ones that such a model writes at the end
+    of a file, end the output as the request's `stop_token_ids` do.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -292,9 +393,9 @@ class InfillPrompt(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     SUFFIX_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
-    """What stands before the gap. One of the two must not be empty (PROMPT_EMPTY)."""
+    """The text before the gap. One of the two must not be empty (PROMPT_EMPTY)."""
     suffix: _builtins.str
-    """What stands behind the gap."""
+    """The text after the gap."""
     def __init__(
         self,
         *,
@@ -311,7 +412,7 @@ Global___InfillPrompt: _TypeAlias = InfillPrompt  # noqa: Y015
 
 @_typing.final
 class TokenPrompt(_message.Message):
-    """A prompt that the caller has tokenized. Nothing is added to it, no start token either."""
+    """A prompt that the caller has tokenized. Nothing is added to it, not even a start token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

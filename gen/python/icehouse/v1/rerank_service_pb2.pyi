@@ -40,45 +40,45 @@ class RerankRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's name for this request, as for Generate. Absent: one is made."""
+    """The caller's name for this request, as for Generate. Default: an id is generated."""
     model: _builtins.str
-    """Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
     query: _builtins.str
-    """What the documents are to answer. Required (PROMPT_EMPTY)."""
+    """What the documents should answer. Required (PROMPT_EMPTY)."""
     instruction: _builtins.str
-    """The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+    """The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
     answer the query", which Qwen3-Reranker was trained with.
     """
     top_count: _builtins.int
-    """How many of the best to return. Absent or 0: all."""
+    """How many of the best documents to return. Default: all."""
     text: _builtins.str
-    """Plain text, for models without a chat template and forms that it cannot give."""
+    """Plain text, for models without a chat template, and for prompts that a template cannot express."""
     positive_answer: _builtins.str
-    """The first token of the answer that speaks for a document, one token of the model
-    (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+    """The answer for a relevant document, one token of the model
+    (PARAMETER_OUT_OF_RANGE). Default: "yes".
     """
     negative_answer: _builtins.str
-    """The first token of the answer that speaks against it, another one token. Absent: "no"."""
+    """The answer for an irrelevant document, another token of the model. Default: "no"."""
     priority: _builtins.int
-    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0."""
+    """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0."""
     adapter: _builtins.str
-    """The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself."""
+    """The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter."""
     @_builtins.property
     def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+        """The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
         (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
         """
 
     @_builtins.property
     def turns(self) -> Global___RerankTurns:
-        """A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-        CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+        """A conversation, rendered by the model's chat template with `enable_thinking` false.
+        CHAT_INVALID where the template nevertheless begins every reply with reasoning.
         """
 
     @_builtins.property
     def cache(self) -> _cache_policy_pb2.CachePolicy:
-        """How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-        what is asked for again. Absent: read and write.
+        """What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+        evicting prompts that come again. Default: read and write.
         """
 
     def __init__(
@@ -117,7 +117,7 @@ class RerankTurns(_message.Message):
     SYSTEM_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     system: _builtins.str
-    """The system turn. Absent: there is none."""
+    """The system turn. Default: none."""
     user: _builtins.str
     """The user's turn. Required (PARAMETER_OUT_OF_RANGE)."""
     def __init__(
@@ -147,7 +147,7 @@ class RerankResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's request id, or the one made for it."""
+    """The caller's request id, or the generated one."""
     model: _builtins.str
     """The model that answered."""
     prompt_tokens: _builtins.int
@@ -156,11 +156,11 @@ class RerankResponse(_message.Message):
     """How many of them came from the cache."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RerankResult]:
-        """The documents, best first; equals in the request's order."""
+        """The documents, best first; equal ones in the request's order."""
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:
-        """From arrival to the last score."""
+        """From the receipt of the request to the last score."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ Global___RerankResponse: _TypeAlias = RerankResponse  # noqa: Y015
 
 @_typing.final
 class RerankResult(_message.Message):
-    """One document's place."""
+    """The score of one document."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -191,12 +191,12 @@ class RerankResult(_message.Message):
     LOG_ODDS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Its place in `RerankRequest.documents`, from 0."""
+    """Its index in `RerankRequest.documents`, from 0."""
     score: _builtins.float
     """The probability of the positive answer against the negative one, 0 to 1."""
     log_odds: _builtins.float
-    """The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-    apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+    """The difference of the two answers' logits, of which `score` is the logistic function; it still
+    distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
     """
     prompt_tokens: _builtins.int
     """Tokens of its prompt."""

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class RerankServiceStub(object):
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 
@@ -46,17 +46,17 @@ class RerankServiceStub(object):
 
 
 class RerankServiceServicer(object):
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 
     def Rerank(self, request, context):
-        """Scores each document by the probabilities of two answers as the model's first token, and returns them
-        best first. Every document is one short request in the batch, taken in all together or not at all, and
+        """Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+        best first. Every document is one short request in the batch; they are accepted or refused together. Each
         uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-        computed once. Else the refusals of InferenceService.Generate.
+        computed once. Errors are those of InferenceService.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,9 +79,9 @@ def add_RerankServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RerankService(object):
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 

@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RerankServiceStub:
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 
@@ -38,32 +38,32 @@ class RerankServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RerankServiceAsyncStub: ...
     Rerank: _grpc.UnaryUnaryMultiCallable[_rerank_service_pb2.RerankRequest, _rerank_service_pb2.RerankResponse]
-    """Scores each document by the probabilities of two answers as the model's first token, and returns them
-    best first. Every document is one short request in the batch, taken in all together or not at all, and
+    """Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+    best first. Every document is one short request in the batch; they are accepted or refused together. Each
     uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-    computed once. Else the refusals of InferenceService.Generate.
+    computed once. Errors are those of InferenceService.Generate.
     """
 
 @_typing.type_check_only
 class RerankServiceAsyncStub(RerankServiceStub):
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Rerank: _aio.UnaryUnaryMultiCallable[_rerank_service_pb2.RerankRequest, _rerank_service_pb2.RerankResponse]  # type: ignore[assignment]
-    """Scores each document by the probabilities of two answers as the model's first token, and returns them
-    best first. Every document is one short request in the batch, taken in all together or not at all, and
+    """Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+    best first. Every document is one short request in the batch; they are accepted or refused together. Each
     uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-    computed once. Else the refusals of InferenceService.Generate.
+    computed once. Errors are those of InferenceService.Generate.
     """
 
 class RerankServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-    such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+    """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+    such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
     loads language models. Errors carry google.rpc details as InferenceService's do.
     """
 
@@ -73,10 +73,10 @@ class RerankServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rerank_service_pb2.RerankRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rerank_service_pb2.RerankResponse, _abc.Awaitable[_rerank_service_pb2.RerankResponse]]:
-        """Scores each document by the probabilities of two answers as the model's first token, and returns them
-        best first. Every document is one short request in the batch, taken in all together or not at all, and
+        """Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+        best first. Every document is one short request in the batch; they are accepted or refused together. Each
         uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-        computed once. Else the refusals of InferenceService.Generate.
+        computed once. Errors are those of InferenceService.Generate.
         """
 
 def add_RerankServiceServicer_to_server(servicer: RerankServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

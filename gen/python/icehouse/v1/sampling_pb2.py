@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aicehouse/v1/sampling.proto\x12\x0bicehouse.v1\"\xbf\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1c\n\x0fxtc_probability\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1a\n\rxtc_threshold\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x19\n\x11repetition_window\x18\t \x01(\x05\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x17\n\x0fpresence_window\x18\x0b \x01(\x05\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x18\n\x10\x66requency_window\x18\r \x01(\x05\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.icehouse.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x37\n\x13\x62\x61\x64_token_sequences\x18\x10 \x03(\x0b\x32\x1a.icehouse.v1.TokenSequence\x12\x19\n\x11min_output_tokens\x18\x11 \x01(\x05\x12\x19\n\x11ignore_end_tokens\x18\x12 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x12\n\x10_xtc_probabilityB\x10\n\x0e_xtc_thresholdB\x15\n\x13_repetition_penalty\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aicehouse/v1/sampling.proto\x12\x0bicehouse.v1\"\xc8\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0fxtc_probability\x18\x06 \x01(\x01\x12\x1a\n\rxtc_threshold\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x19\n\x11repetition_window\x18\t \x01(\x05\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x17\n\x0fpresence_window\x18\x0b \x01(\x05\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x18\n\x10\x66requency_window\x18\r \x01(\x05\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.icehouse.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x37\n\x13\x62\x61\x64_token_sequences\x18\x10 \x03(\x0b\x32\x1a.icehouse.v1.TokenSequence\x12\x19\n\x11min_output_tokens\x18\x11 \x01(\x05\x12\x19\n\x11ignore_end_tokens\x18\x12 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x10\n\x0e_xtc_threshold\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=747
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=583
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=631
-  _globals['_TOKENSEQUENCE']._serialized_start=749
-  _globals['_TOKENSEQUENCE']._serialized_end=777
+  _globals['_SAMPLINGPARAMS']._serialized_end=628
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=553
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=601
+  _globals['_TOKENSEQUENCE']._serialized_start=630
+  _globals['_TOKENSEQUENCE']._serialized_end=658
 # @@protoc_insertion_point(module_scope)

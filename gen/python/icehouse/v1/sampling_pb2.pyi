@@ -24,8 +24,8 @@ class SamplingParams(_message.Message):
     A value outside its range is refused with PARAMETER_OUT_OF_RANGE, a token id outside the
     vocabulary with TOKEN_OUT_OF_RANGE.
 
-    The order is: logit_bias, repetition, presence and frequency penalty, the mask of a response
-    format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each judged at
+    The steps are: logit_bias, repetition, presence and frequency penalty, the mask of a response
+    format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each evaluated at
     temperature 1; then the draw at the temperature.
     """
 
@@ -70,93 +70,92 @@ class SamplingParams(_message.Message):
     MIN_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_END_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0."""
+    """Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0."""
     top_p: _builtins.float
-    """Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-    Absent: 1.
+    """Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+    Default: 1.
     """
     top_k: _builtins.int
-    """Keeps this many of the likeliest tokens, >= 0; 0 keeps all. Absent: 0."""
+    """Keeps this many of the most likely tokens, >= 0; 0 keeps all. Default: 0."""
     min_p: _builtins.float
-    """Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-    Absent: 0.
+    """Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+    Default: 0.
     """
     seed: _builtins.int
     """Start of the request's own random sequence, any value. The same seed, prompt and
-    parameters give the same text whatever else runs. Absent: one is drawn and reported.
+    parameters give the same text whatever else runs. Default: one is drawn and returned.
     """
     xtc_probability: _builtins.float
-    """XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-    0 never. Decided by the request's own random sequence. Absent: 0.
+    """XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+    0 never. Decided by the request's own random sequence. Default: 0.
     """
     xtc_threshold: _builtins.float
-    """Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-    never an end token, in [0, 0.5]. Absent: 0.1.
+    """XTC excludes the tokens more likely than this, except the least likely of them and
+    end tokens, in [0, 0.5]. Default: 0.1.
     """
     repetition_penalty: _builtins.float
     """Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-    ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+    ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
     """
     repetition_window: _builtins.int
     """How many of the last tokens of prompt and output together count as seen for the repetition
-    penalty, >= 0; 0 counts all. Absent: 0.
+    penalty, >= 0; 0 counts all. Default: 0.
     """
     presence_penalty: _builtins.float
-    """Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-    encourages new tokens. The prompt does not count. Absent: 0.
+    """Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+    encourages new tokens. The prompt does not count. Default: 0.
     """
     presence_window: _builtins.int
     """How many of the last output tokens count for the presence penalty, >= 0; 0 counts all.
-    Absent: 0.
+    Default: 0.
     """
     frequency_penalty: _builtins.float
-    """Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-    nothing. The prompt does not count. Absent: 0.
+    """Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+    nothing. The prompt does not count. Default: 0.
     """
     frequency_window: _builtins.int
     """How many of the last output tokens count for the frequency penalty, >= 0; 0 counts all.
-    Absent: 0.
+    Default: 0.
     """
     min_output_tokens: _builtins.int
-    """Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-    string;
-    from 0 to the request's max_output_tokens. Absent: 0.
+    """Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+    stop string; from 0 to the request's `max_output_tokens`. Default: 0.
     """
     ignore_end_tokens: _builtins.bool
-    """Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-    the output; for measuring. Absent: false.
+    """Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+    the output; for benchmarks. Default: false.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-        -100 all but forbids it. At most 1024 entries. Absent: nothing.
+        """Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+        -100 almost forbids it. At most 1024 entries. Default: nothing.
         """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-        front, is not completed, also where the prompt began it. A text that is spelled with other
+        """Texts that must not appear: the tokens of each text, with and without a preceding space,
+        are never completed, also where the prompt began them. A text that is spelled with other
         tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-        UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+        UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
         """
 
     @_builtins.property
     def bad_token_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-        Absent: none.
+        Default: none.
         """
 
     def __init__(
         self,
         *,
-        temperature: _builtins.float | None = ...,
-        top_p: _builtins.float | None = ...,
-        top_k: _builtins.int | None = ...,
-        min_p: _builtins.float | None = ...,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
         seed: _builtins.int | None = ...,
-        xtc_probability: _builtins.float | None = ...,
+        xtc_probability: _builtins.float = ...,
         xtc_threshold: _builtins.float | None = ...,
-        repetition_penalty: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float = ...,
         repetition_window: _builtins.int = ...,
         presence_penalty: _builtins.float = ...,
         presence_window: _builtins.int = ...,
@@ -168,40 +167,16 @@ class SamplingParams(_message.Message):
         min_output_tokens: _builtins.int = ...,
         ignore_end_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_xtc_threshold", b"_xtc_threshold", "seed", b"seed", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_xtc_probability", b"_xtc_probability", "_xtc_threshold", b"_xtc_threshold", "bad_token_sequences", b"bad_token_sequences", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "frequency_window", b"frequency_window", "ignore_end_tokens", b"ignore_end_tokens", "logit_bias", b"logit_bias", "min_output_tokens", b"min_output_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "presence_window", b"presence_window", "repetition_penalty", b"repetition_penalty", "repetition_window", b"repetition_window", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_xtc_threshold", b"_xtc_threshold", "bad_token_sequences", b"bad_token_sequences", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "frequency_window", b"frequency_window", "ignore_end_tokens", b"ignore_end_tokens", "logit_bias", b"logit_bias", "min_output_tokens", b"min_output_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "presence_window", b"presence_window", "repetition_penalty", b"repetition_penalty", "repetition_window", b"repetition_window", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
-    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
-    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
-    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
-    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
-    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
-    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
-    _WhichOneofReturnType__xtc_probability: _TypeAlias = _typing.Literal["xtc_probability"]  # noqa: Y015
-    _WhichOneofArgType__xtc_probability: _TypeAlias = _typing.Literal["_xtc_probability", b"_xtc_probability"]  # noqa: Y015
     _WhichOneofReturnType__xtc_threshold: _TypeAlias = _typing.Literal["xtc_threshold"]  # noqa: Y015
     _WhichOneofArgType__xtc_threshold: _TypeAlias = _typing.Literal["_xtc_threshold", b"_xtc_threshold"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__xtc_probability) -> _WhichOneofReturnType__xtc_probability | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__xtc_threshold) -> _WhichOneofReturnType__xtc_threshold | None: ...
 
@@ -209,14 +184,14 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):
-    """Tokens one after the other."""
+    """Consecutive tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their ids, each inside the vocabulary."""
+        """Their ids, each in the vocabulary."""
 
     def __init__(
         self,

@@ -23,9 +23,14 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from icehouse.v1 import cache_stats_pb2 as icehouse_dot_v1_dot_cache__stats__pb2
+from icehouse.v1 import engine_stats_pb2 as icehouse_dot_v1_dot_engine__stats__pb2
+from icehouse.v1 import slow_request_pb2 as icehouse_dot_v1_dot_slow__request__pb2
+from icehouse.v1 import tenant_stats_pb2 as icehouse_dot_v1_dot_tenant__stats__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n icehouse/v1/server_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetServerRequest\"8\n\x11GetServerResponse\x12#\n\x06server\x18\x01 \x01(\x0b\x32\x13.icehouse.v1.Server\"\xc6\x01\n\x06Server\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.icehouse.v1.ServerState\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0e\x32\x1a.icehouse.v1.ServerFeature\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ServerLimits\"\xc9\x02\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x02 \x01(\x05\x12!\n\x19\x64\x65\x66\x61ult_max_output_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fmax_completions\x18\x04 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\x05\x12\x16\n\x0emax_stop_bytes\x18\x06 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x07 \x01(\x05\x12!\n\x19max_response_format_bytes\x18\x08 \x01(\x05\x12\x1c\n\x14max_embedding_inputs\x18\t \x01(\x05\x12\x1c\n\x14max_rerank_documents\x18\n \x01(\x05\x12\x1c\n\x14max_concurrent_calls\x18\x0b \x01(\x05\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xac\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12(\n\x05phase\x18\x06 \x01(\x0e\x32\x19.icehouse.v1.RequestPhase\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\npart_count\x18\x08 \x01(\x05\x12\x15\n\rprompt_tokens\x18\t \x01(\x05\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x15\n\routput_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\x05\"J\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"B\n\x15\x43\x61ncelRequestResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.RequestInfo*\xee\x01\n\rServerFeature\x12\x1e\n\x1aSERVER_FEATURE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSERVER_FEATURE_PREFIX_CACHE\x10\x01\x12\x1c\n\x18SERVER_FEATURE_SSD_CACHE\x10\x02\x12#\n\x1fSERVER_FEATURE_CACHE_ENCRYPTION\x10\x03\x12\x1e\n\x1aSERVER_FEATURE_CREDENTIALS\x10\x04\x12\x1e\n\x1aSERVER_FEATURE_DRAFT_MODEL\x10\x05\x12\x19\n\x15SERVER_FEATURE_WORKER\x10\x06*\x91\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04*\x82\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x32\x88\x02\n\rServerService\x12J\n\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12S\n\x0cListRequests\x12 .icehouse.v1.ListRequestsRequest\x1a!.icehouse.v1.ListRequestsResponse\x12V\n\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n icehouse/v1/server_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1eicehouse/v1/tenant_stats.proto\"\x12\n\x10GetServerRequest\"8\n\x11GetServerResponse\x12#\n\x06server\x18\x01 \x01(\x0b\x32\x13.icehouse.v1.Server\"\xc6\x01\n\x06Server\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.icehouse.v1.ServerState\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0e\x32\x1a.icehouse.v1.ServerFeature\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ServerLimits\"\xc9\x02\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x02 \x01(\x05\x12!\n\x19\x64\x65\x66\x61ult_max_output_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fmax_completions\x18\x04 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\x05\x12\x16\n\x0emax_stop_bytes\x18\x06 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x07 \x01(\x05\x12!\n\x19max_response_format_bytes\x18\x08 \x01(\x05\x12\x1c\n\x14max_embedding_inputs\x18\t \x01(\x05\x12\x1c\n\x14max_rerank_documents\x18\n \x01(\x05\x12\x1c\n\x14max_concurrent_calls\x18\x0b \x01(\x05\"\x11\n\x0fGetStatsRequest\";\n\x10GetStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x12WatchStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"\xf0\x01\n\x0bServerStats\x12\x30\n\x0c\x63ollect_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\x12\x32\n\x10slowest_requests\x18\x04 \x03(\x0b\x32\x18.icehouse.v1.SlowRequest\x12)\n\x07tenants\x18\x05 \x03(\x0b\x32\x18.icehouse.v1.TenantStats\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xac\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12(\n\x05phase\x18\x06 \x01(\x0e\x32\x19.icehouse.v1.RequestPhase\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\npart_count\x18\x08 \x01(\x05\x12\x15\n\rprompt_tokens\x18\t \x01(\x05\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x15\n\routput_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\x05\"J\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"B\n\x15\x43\x61ncelRequestResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.RequestInfo*\xee\x01\n\rServerFeature\x12\x1e\n\x1aSERVER_FEATURE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSERVER_FEATURE_PREFIX_CACHE\x10\x01\x12\x1c\n\x18SERVER_FEATURE_SSD_CACHE\x10\x02\x12#\n\x1fSERVER_FEATURE_CACHE_ENCRYPTION\x10\x03\x12\x1e\n\x1aSERVER_FEATURE_CREDENTIALS\x10\x04\x12\x1e\n\x1aSERVER_FEATURE_DRAFT_MODEL\x10\x05\x12\x19\n\x15SERVER_FEATURE_WORKER\x10\x06*\x91\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04*\x82\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x32\xa2\x03\n\rServerService\x12J\n\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12G\n\x08GetStats\x12\x1c.icehouse.v1.GetStatsRequest\x1a\x1d.icehouse.v1.GetStatsResponse\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x12S\n\x0cListRequests\x12 .icehouse.v1.ListRequestsRequest\x1a!.icehouse.v1.ListRequestsResponse\x12V\n\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +38,40 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.server_service_
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_SERVERFEATURE']._serialized_start=1295
-  _globals['_SERVERFEATURE']._serialized_end=1533
-  _globals['_SERVERSTATE']._serialized_start=1536
-  _globals['_SERVERSTATE']._serialized_end=1681
-  _globals['_REQUESTPHASE']._serialized_start=1684
-  _globals['_REQUESTPHASE']._serialized_end=1814
-  _globals['_GETSERVERREQUEST']._serialized_start=81
-  _globals['_GETSERVERREQUEST']._serialized_end=99
-  _globals['_GETSERVERRESPONSE']._serialized_start=101
-  _globals['_GETSERVERRESPONSE']._serialized_end=157
-  _globals['_SERVER']._serialized_start=160
-  _globals['_SERVER']._serialized_end=358
-  _globals['_SERVERLIMITS']._serialized_start=361
-  _globals['_SERVERLIMITS']._serialized_end=690
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=692
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=752
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=754
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=845
-  _globals['_REQUESTINFO']._serialized_start=848
-  _globals['_REQUESTINFO']._serialized_end=1148
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1150
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=1224
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1226
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1292
-  _globals['_SERVERSERVICE']._serialized_start=1817
-  _globals['_SERVERSERVICE']._serialized_end=2081
+  _globals['_SERVERFEATURE']._serialized_start=1907
+  _globals['_SERVERFEATURE']._serialized_end=2145
+  _globals['_SERVERSTATE']._serialized_start=2148
+  _globals['_SERVERSTATE']._serialized_end=2293
+  _globals['_REQUESTPHASE']._serialized_start=2296
+  _globals['_REQUESTPHASE']._serialized_end=2426
+  _globals['_GETSERVERREQUEST']._serialized_start=241
+  _globals['_GETSERVERREQUEST']._serialized_end=259
+  _globals['_GETSERVERRESPONSE']._serialized_start=261
+  _globals['_GETSERVERRESPONSE']._serialized_end=317
+  _globals['_SERVER']._serialized_start=320
+  _globals['_SERVER']._serialized_end=518
+  _globals['_SERVERLIMITS']._serialized_start=521
+  _globals['_SERVERLIMITS']._serialized_end=850
+  _globals['_GETSTATSREQUEST']._serialized_start=852
+  _globals['_GETSTATSREQUEST']._serialized_end=869
+  _globals['_GETSTATSRESPONSE']._serialized_start=871
+  _globals['_GETSTATSRESPONSE']._serialized_end=930
+  _globals['_WATCHSTATSREQUEST']._serialized_start=932
+  _globals['_WATCHSTATSREQUEST']._serialized_end=996
+  _globals['_WATCHSTATSRESPONSE']._serialized_start=998
+  _globals['_WATCHSTATSRESPONSE']._serialized_end=1059
+  _globals['_SERVERSTATS']._serialized_start=1062
+  _globals['_SERVERSTATS']._serialized_end=1302
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1304
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1364
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1366
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1457
+  _globals['_REQUESTINFO']._serialized_start=1460
+  _globals['_REQUESTINFO']._serialized_end=1760
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1762
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1836
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1838
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1904
+  _globals['_SERVERSERVICE']._serialized_start=2429
+  _globals['_SERVERSERVICE']._serialized_end=2847
 # @@protoc_insertion_point(module_scope)

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class ServerServiceStub(object):
-    """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-    InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+    """Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+    InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+    of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
     """
 
     def __init__(self, channel):
@@ -41,6 +41,16 @@ class ServerServiceStub(object):
                 '/icehouse.v1.ServerService/GetServer',
                 request_serializer=icehouse_dot_v1_dot_server__service__pb2.GetServerRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_server__service__pb2.GetServerResponse.FromString,
+                _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/icehouse.v1.ServerService/GetStats',
+                request_serializer=icehouse_dot_v1_dot_server__service__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_server__service__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.WatchStats = channel.unary_stream(
+                '/icehouse.v1.ServerService/WatchStats',
+                request_serializer=icehouse_dot_v1_dot_server__service__pb2.WatchStatsRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_server__service__pb2.WatchStatsResponse.FromString,
                 _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/icehouse.v1.ServerService/ListRequests',
@@ -55,13 +65,27 @@ class ServerServiceStub(object):
 
 
 class ServerServiceServicer(object):
-    """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-    InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+    """Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+    InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+    of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
     """
 
     def GetServer(self, request, context):
-        """Tells version, features and limits. Answers while the model loads, too.
+        """Returns version, features and limits. Answers while the model loads, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStats(self, request, context):
+        """Sends the counters of GetStats at once and then at an interval, until the caller cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,16 +93,16 @@ class ServerServiceServicer(object):
 
     def ListRequests(self, request, context):
         """Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-        Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-        INVALID_ARGUMENT for a bad page size or token.
+        Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+        INVALID_ARGUMENT for a negative page size or a bad token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-        of this name that the caller may end: it may have ended by itself.
+        """Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+        request with this id that the caller may cancel: it may have ended by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +115,16 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.GetServer,
                     request_deserializer=icehouse_dot_v1_dot_server__service__pb2.GetServerRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_server__service__pb2.GetServerResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=icehouse_dot_v1_dot_server__service__pb2.GetStatsRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_server__service__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'WatchStats': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStats,
+                    request_deserializer=icehouse_dot_v1_dot_server__service__pb2.WatchStatsRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_server__service__pb2.WatchStatsResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -111,9 +145,9 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ServerService(object):
-    """Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-    InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-    operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+    """Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+    InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+    of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
     """
 
     @staticmethod
@@ -133,6 +167,60 @@ class ServerService(object):
             '/icehouse.v1.ServerService/GetServer',
             icehouse_dot_v1_dot_server__service__pb2.GetServerRequest.SerializeToString,
             icehouse_dot_v1_dot_server__service__pb2.GetServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/icehouse.v1.ServerService/GetStats',
+            icehouse_dot_v1_dot_server__service__pb2.GetStatsRequest.SerializeToString,
+            icehouse_dot_v1_dot_server__service__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.ServerService/WatchStats',
+            icehouse_dot_v1_dot_server__service__pb2.WatchStatsRequest.SerializeToString,
+            icehouse_dot_v1_dot_server__service__pb2.WatchStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

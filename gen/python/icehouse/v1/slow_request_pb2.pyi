@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SlowRequest(_message.Message):
-    """One ended request and where its time went. It never says what was asked or answered."""
+    """One ended request and where its time went, without any of its prompt or output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -36,11 +36,11 @@ class SlowRequest(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's request id, or the one made for it."""
+    """The caller's request id, or the generated one."""
     method: _builtins.str
     """Full name of the method, such as "icehouse.v1.InferenceService/Stream"."""
     code: _builtins.str
-    """Canonical status code it ended with, such as "OK" or "CANCELLED"."""
+    """The canonical status code that it ended with, such as "OK" or "CANCELLED"."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
@@ -49,27 +49,27 @@ class SlowRequest(_message.Message):
     """Tokens generated. 0 also when the request did not run to its end."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """How long ago it ended."""
+        """Time since it ended."""
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:
-        """From arrival to the end."""
+        """From the receipt of the request to its end."""
 
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
-        """From arrival until it left the queue."""
+        """From the receipt of the request until it left the queue."""
 
     @_builtins.property
     def restore_duration(self) -> _duration_pb2.Duration:
-        """Until its cached prefix was in place. Zero when nothing was restored."""
+        """Restoring its cached prefix. Zero when nothing was restored."""
 
     @_builtins.property
     def prefill_duration(self) -> _duration_pb2.Duration:
-        """Computing the rest of the prompt. Absent: the request did not run to its end."""
+        """Computing the rest of the prompt. Not set: the request did not run to its end."""
 
     @_builtins.property
     def decode_duration(self) -> _duration_pb2.Duration:
-        """From the first to the last token. Absent: the request did not run to its end."""
+        """From the first to the last output token. Not set: the request did not run to its end."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dicehouse/v1/speculation.proto\x12\x0bicehouse.v1\"\x96\x01\n\x0bSpeculation\x12\x32\n\rprompt_lookup\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.PromptLookupH\x00\x12.\n\x0b\x64raft_model\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.DraftModelH\x00\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\x05\x42\t\n\x07\x64rafter\"(\n\x0cPromptLookup\x12\x18\n\x10max_ngram_tokens\x18\x01 \x01(\x05\"\x0c\n\nDraftModel*\xba\x01\n\x10SpeculationLimit\x12!\n\x1dSPECULATION_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n\x17SPECULATION_LIMIT_CACHE\x10\x01\x12\x1e\n\x1aSPECULATION_LIMIT_SAMPLING\x10\x02\x12$\n SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03\x12 \n\x1cSPECULATION_LIMIT_ACCEPTANCE\x10\x04\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dicehouse/v1/speculation.proto\x12\x0bicehouse.v1\"\x96\x01\n\x0bSpeculation\x12\x32\n\rprompt_lookup\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.PromptLookupH\x00\x12.\n\x0b\x64raft_model\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.DraftModelH\x00\x12\x18\n\x10max_draft_tokens\x18\x03 \x01(\x05\x42\t\n\x07\x64rafter\"(\n\x0cPromptLookup\x12\x18\n\x10max_ngram_tokens\x18\x01 \x01(\x05\"\x0c\n\nDraftModel*\xba\x01\n\x10SpeculationLimit\x12!\n\x1dSPECULATION_LIMIT_UNSPECIFIED\x10\x00\x12\x1b\n\x17SPECULATION_LIMIT_CACHE\x10\x01\x12\x1e\n\x1aSPECULATION_LIMIT_SAMPLING\x10\x02\x12$\n SPECULATION_LIMIT_NO_DRAFT_MODEL\x10\x03\x12 \n\x1cSPECULATION_LIMIT_ACCEPTANCE\x10\x04\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -24,9 +24,9 @@ class _SpeculationLimit:
 class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpeculationLimit.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SPECULATION_LIMIT_UNSPECIFIED: _SpeculationLimit.ValueType  # 0
-    """It did not ask, or nothing stood in the way."""
+    """It did not ask for speculation, or nothing prevented it."""
     SPECULATION_LIMIT_CACHE: _SpeculationLimit.ValueType  # 1
-    """The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
+    """The model has caches that cannot undo a wrong guess (recurrent or chunked layers)."""
     SPECULATION_LIMIT_SAMPLING: _SpeculationLimit.ValueType  # 2
     """Each draw depends on the token before it: penalties, bad words, a response
     format or `max_reasoning_tokens`.
@@ -34,15 +34,15 @@ class _SpeculationLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     SPECULATION_LIMIT_NO_DRAFT_MODEL: _SpeculationLimit.ValueType  # 3
     """The server has no draft model."""
     SPECULATION_LIMIT_ACCEPTANCE: _SpeculationLimit.ValueType  # 4
-    """Hardly a guess was right of late: the end of the output was decoded in the batch, with the others."""
+    """Hardly any recent guess was right: the end of the output was decoded in the batch, with the others."""
 
 class SpeculationLimit(_SpeculationLimit, metaclass=_SpeculationLimitEnumTypeWrapper):
     """Why a request that asked for speculation decoded plainly."""
 
 SPECULATION_LIMIT_UNSPECIFIED: SpeculationLimit.ValueType  # 0
-"""It did not ask, or nothing stood in the way."""
+"""It did not ask for speculation, or nothing prevented it."""
 SPECULATION_LIMIT_CACHE: SpeculationLimit.ValueType  # 1
-"""The model has caches that cannot take a wrong guess back (recurrent or chunked layers)."""
+"""The model has caches that cannot undo a wrong guess (recurrent or chunked layers)."""
 SPECULATION_LIMIT_SAMPLING: SpeculationLimit.ValueType  # 2
 """Each draw depends on the token before it: penalties, bad words, a response
 format or `max_reasoning_tokens`.
@@ -50,19 +50,19 @@ format or `max_reasoning_tokens`.
 SPECULATION_LIMIT_NO_DRAFT_MODEL: SpeculationLimit.ValueType  # 3
 """The server has no draft model."""
 SPECULATION_LIMIT_ACCEPTANCE: SpeculationLimit.ValueType  # 4
-"""Hardly a guess was right of late: the end of the output was decoded in the batch, with the others."""
+"""Hardly any recent guess was right: the end of the output was decoded in the batch, with the others."""
 Global___SpeculationLimit: _TypeAlias = SpeculationLimit  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
-    decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
-    counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
-    output said before (edits, extracts, code): a request that speculates does not share its passes with
-    others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
-    to guessing once its latest tokens are what would have been guessed.
+    """Guesses tokens and verifies all guesses in one pass of the model. The output is that of plain
+    decoding: each token is drawn from the model's own distribution with the request's seed, and a guess
+    counts only where it equals what was drawn. It is worthwhile where the output repeats parts of the prompt or of
+    itself (edits, extracts, code), because a request that speculates does not share its passes with
+    others. Where hardly any guess is right, it decodes in the batch with the others; with `prompt_lookup` it
+    resumes guessing once its latest tokens are what would have been guessed.
 
-    Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
+    Where speculation is not possible (`Usage.speculation_limit`), the request decodes plainly.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -71,7 +71,7 @@ class Speculation(_message.Message):
     DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     max_draft_tokens: _builtins.int
-    """Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`."""
+    """Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`."""
     @_builtins.property
     def prompt_lookup(self) -> Global___PromptLookup:
         """From the request's own tokens."""
@@ -99,14 +99,14 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class PromptLookup(_message.Message):
-    """Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023)."""
+    """Finds an earlier occurrence of the last tokens and guesses what followed them there (Saxena 2023)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_NGRAM_TOKENS_FIELD_NUMBER: _builtins.int
     max_ngram_tokens: _builtins.int
-    """How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-    Absent or 0: 3.
+    """Maximum number of last tokens to find, 1 to 8; the longest match counts.
+    Default: 3.
     """
     def __init__(
         self,
@@ -123,8 +123,8 @@ Global___PromptLookup: _TypeAlias = PromptLookup  # noqa: Y015
 
 @_typing.final
 class DraftModel(_message.Message):
-    """Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
-    request decodes, 128 tokens a step, and begins to help when it is complete.
+    """Guesses the most likely tokens of the server's draft model. The draft model computes the prompt while the
+    request decodes, 128 tokens a step, and begins to guess when it is done.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -26,33 +26,33 @@ class _ToolChoiceMode:
 class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
-    """As TOOL_CHOICE_MODE_AUTO."""
+    """Same as TOOL_CHOICE_MODE_AUTO."""
     TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
     """The model decides."""
     TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
-    """No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+    """No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
     blocks are reused; what looks like a call is delivered as text.
     """
     TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
-    """The output is a call of one of the tools: the prompt ends with its beginning."""
+    """The output is a call of one of the tools: the prompt ends with the beginning of a call."""
     TOOL_CHOICE_MODE_NAMED: _ToolChoiceMode.ValueType  # 4
-    """The output is a call of the tool called `name`: the prompt ends with its beginning."""
+    """The output is a call of the tool `name`: the prompt ends with the beginning of a call."""
 
 class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper):
     """Whether the model calls tools."""
 
 TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
-"""As TOOL_CHOICE_MODE_AUTO."""
+"""Same as TOOL_CHOICE_MODE_AUTO."""
 TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
 """The model decides."""
 TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
-"""No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+"""No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
 blocks are reused; what looks like a call is delivered as text.
 """
 TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
-"""The output is a call of one of the tools: the prompt ends with its beginning."""
+"""The output is a call of one of the tools: the prompt ends with the beginning of a call."""
 TOOL_CHOICE_MODE_NAMED: ToolChoiceMode.ValueType  # 4
-"""The output is a call of the tool called `name`: the prompt ends with its beginning."""
+"""The output is a call of the tool `name`: the prompt ends with the beginning of a call."""
 Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
 @_typing.final
@@ -66,20 +66,20 @@ class Tool(_message.Message):
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID."""
+    """The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID."""
     description: _builtins.str
-    """What it does, in words for the model. Absent: none is shown."""
+    """What it does, in words for the model. Default: none is shown."""
     parameters_json: _builtins.str
     """The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-    Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+    Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
     """
     strict: _builtins.bool
-    """Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-    ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-    with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-    tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-    request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-    model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+    """Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+    as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+    `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+    tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+    request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+    model does not write arguments as JSON. It does not change the prompt. Default: false.
     """
     def __init__(
         self,
@@ -99,7 +99,7 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
-    """Whether, and which tool, the model calls."""
+    """Whether the model calls tools, and which."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,7 +108,7 @@ class ToolChoice(_message.Message):
     ALLOWED_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     mode: Global___ToolChoiceMode.ValueType
-    """How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+    """How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
     TOOL_CHOICE_INVALID.
     """
     name: _builtins.str
@@ -116,14 +116,15 @@ class ToolChoice(_message.Message):
     empty for every other mode. Refused with TOOL_CHOICE_INVALID.
     """
     parallel_tool_calls: _builtins.bool
-    """Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-    `strict` tool. Absent: true.
+    """Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+    `strict` tool. Default: true.
     """
     @_builtins.property
     def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-        request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-        turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+        request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+        turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+        Default: all.
         """
 
     def __init__(
@@ -155,20 +156,20 @@ class ToolCall(_message.Message):
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     REPAIRED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-    where its format has one, otherwise 9 letters and digits made for it.
+    """The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+    id where its format has one, otherwise 9 generated letters and digits.
     """
     name: _builtins.str
-    """The tool called: one of those on offer."""
+    """The tool called, one of those offered."""
     arguments_json: _builtins.str
-    """The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-    but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-    a template that wants an object gets one with the text in it.
+    """The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+    but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+    text: a template that needs an object gets one with the text in it.
     """
     repaired: _builtins.bool
-    """Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-    line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-    `arguments` and the like. The arguments are what it means. Absent: no.
+    """Whether the model's syntax was wrong but unambiguous: a
+    line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+    `arguments` and the like. The arguments are what was meant.
     """
     def __init__(
         self,
@@ -199,7 +200,7 @@ class ToolCallDelta(_message.Message):
     WITHDRAWN_FIELD_NUMBER: _builtins.int
     REPAIRED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which call of this output, from 0 in order of appearance."""
+    """Which call of this output, from 0 in the order of appearance."""
     id: _builtins.str
     """The call's id. Only in the first delta of a call."""
     name: _builtins.str
@@ -207,11 +208,11 @@ class ToolCallDelta(_message.Message):
     arguments_json: _builtins.str
     """More of the arguments. The pieces of one call, joined, are its `arguments_json`."""
     withdrawn: _builtins.bool
-    """The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+    """The call with this index turned out to be malformed: discard what came for it. Its text follows as a
     delta with `malformed_tool_call`.
     """
     repaired: _builtins.bool
-    """The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else."""
+    """The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else."""
     def __init__(
         self,
         *,
@@ -232,14 +233,14 @@ Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class MalformedToolCall(_message.Message):
-    """Text that began as a call and cannot be read as one."""
+    """Text that began as a call and cannot be parsed as one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """What the model wrote, markers included. It is a part of the output's text too."""
+    """What the model wrote, including markers. It is part of the output's text, too."""
     problem: _builtins.str
     """What is wrong with it, in words."""
     def __init__(

@@ -30,9 +30,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent."""
     FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 1
-    """The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-    of the output; or the output is complete in its response format, where nothing but an end token could
-    follow. `stop_token_id` says which token it was.
+    """The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+    of the output; or the output is complete in its response format, where only an end token could
+    follow. `stop_token_id` is that token.
     """
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
     """One of the request's stop strings appeared; the text ends before it."""
@@ -41,19 +41,19 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_CONTEXT_LENGTH: _FinishReason.ValueType  # 4
     """Prompt and output together filled the model's context."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
-    """The model ended its turn after at least one tool call that could be read: answer it with "tool"
-    messages.
+    """The model ended its turn after at least one valid tool call: answer it with messages of
+    ROLE_TOOL.
     """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why generation ended."""
+    """Why the output ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent."""
 FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 1
-"""The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-of the output; or the output is complete in its response format, where nothing but an end token could
-follow. `stop_token_id` says which token it was.
+"""The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+of the output; or the output is complete in its response format, where only an end token could
+follow. `stop_token_id` is that token.
 """
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
 """One of the request's stop strings appeared; the text ends before it."""
@@ -62,8 +62,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 FINISH_REASON_CONTEXT_LENGTH: FinishReason.ValueType  # 4
 """Prompt and output together filled the model's context."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
-"""The model ended its turn after at least one tool call that could be read: answer it with "tool"
-messages.
+"""The model ended its turn after at least one valid tool call: answer it with messages of
+ROLE_TOOL.
 """
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
@@ -78,45 +78,45 @@ class _ReuseLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseLimit
     REUSE_LIMIT_NONE: _ReuseLimit.ValueType  # 1
     """Everything that may be reused was reused (the last prompt token always runs)."""
     REUSE_LIMIT_NO_MATCH: _ReuseLimit.ValueType  # 2
-    """No block with this beginning is known."""
+    """No block with this beginning is cached."""
     REUSE_LIMIT_DIVERGED: _ReuseLimit.ValueType  # 3
-    """The prompt differs from every known one after the reused tokens."""
+    """The prompt differs from every cached one after the reused tokens."""
     REUSE_LIMIT_NO_CHECKPOINT: _ReuseLimit.ValueType  # 4
     """Blocks match further, but this model can resume only at a checkpoint."""
     REUSE_LIMIT_RECOMPUTE_FASTER: _ReuseLimit.ValueType  # 5
     """Loading was predicted to take longer than prefilling."""
     REUSE_LIMIT_LOAD_FAILED: _ReuseLimit.ValueType  # 6
-    """A block on SSD was missing, damaged or not this prompt's; it was dropped."""
+    """A block on SSD was missing, damaged or another prompt's; it was dropped."""
     REUSE_LIMIT_SWITCHED_OFF: _ReuseLimit.ValueType  # 7
     """The request or the server does not use the cache."""
     REUSE_LIMIT_UNSUPPORTED: _ReuseLimit.ValueType  # 8
     """This model's cache classes cannot be cut into blocks."""
     REUSE_LIMIT_PROMPT_LOGPROBS: _ReuseLimit.ValueType  # 9
-    """The log probabilities of the prompt were asked for, so all of it was computed."""
+    """The log probabilities of the prompt were requested, so all of it was computed."""
 
 class ReuseLimit(_ReuseLimit, metaclass=_ReuseLimitEnumTypeWrapper):
-    """Why the reused beginning of the prompt was not longer."""
+    """Why not more of the prompt was reused."""
 
 REUSE_LIMIT_UNSPECIFIED: ReuseLimit.ValueType  # 0
 """Never sent."""
 REUSE_LIMIT_NONE: ReuseLimit.ValueType  # 1
 """Everything that may be reused was reused (the last prompt token always runs)."""
 REUSE_LIMIT_NO_MATCH: ReuseLimit.ValueType  # 2
-"""No block with this beginning is known."""
+"""No block with this beginning is cached."""
 REUSE_LIMIT_DIVERGED: ReuseLimit.ValueType  # 3
-"""The prompt differs from every known one after the reused tokens."""
+"""The prompt differs from every cached one after the reused tokens."""
 REUSE_LIMIT_NO_CHECKPOINT: ReuseLimit.ValueType  # 4
 """Blocks match further, but this model can resume only at a checkpoint."""
 REUSE_LIMIT_RECOMPUTE_FASTER: ReuseLimit.ValueType  # 5
 """Loading was predicted to take longer than prefilling."""
 REUSE_LIMIT_LOAD_FAILED: ReuseLimit.ValueType  # 6
-"""A block on SSD was missing, damaged or not this prompt's; it was dropped."""
+"""A block on SSD was missing, damaged or another prompt's; it was dropped."""
 REUSE_LIMIT_SWITCHED_OFF: ReuseLimit.ValueType  # 7
 """The request or the server does not use the cache."""
 REUSE_LIMIT_UNSUPPORTED: ReuseLimit.ValueType  # 8
 """This model's cache classes cannot be cut into blocks."""
 REUSE_LIMIT_PROMPT_LOGPROBS: ReuseLimit.ValueType  # 9
-"""The log probabilities of the prompt were asked for, so all of it was computed."""
+"""The log probabilities of the prompt were requested, so all of it was computed."""
 Global___ReuseLimit: _TypeAlias = ReuseLimit  # noqa: Y015
 
 class _PromptChangeKind:
@@ -128,19 +128,19 @@ class _PromptChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Prom
     PROMPT_CHANGE_KIND_UNSPECIFIED: _PromptChangeKind.ValueType  # 0
     """Never sent."""
     PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED: _PromptChangeKind.ValueType  # 1
-    """Lines of `name=value` pairs with one called `cch` were taken out of the first system message."""
+    """Lines of `name=value` pairs with the name `cch` among them were removed from the first system message."""
     PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED: _PromptChangeKind.ValueType  # 2
     """The keys of tools' parameters were put in alphabetical order."""
     PROMPT_CHANGE_KIND_TOOLS_SORTED: _PromptChangeKind.ValueType  # 3
     """The tools were put in alphabetical order."""
 
 class PromptChangeKind(_PromptChangeKind, metaclass=_PromptChangeKindEnumTypeWrapper):
-    """What a conversation may be relieved of."""
+    """A kind of change that makes prompts equal that differ only in noise."""
 
 PROMPT_CHANGE_KIND_UNSPECIFIED: PromptChangeKind.ValueType  # 0
 """Never sent."""
 PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED: PromptChangeKind.ValueType  # 1
-"""Lines of `name=value` pairs with one called `cch` were taken out of the first system message."""
+"""Lines of `name=value` pairs with the name `cch` among them were removed from the first system message."""
 PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED: PromptChangeKind.ValueType  # 2
 """The keys of tools' parameters were put in alphabetical order."""
 PROMPT_CHANGE_KIND_TOOLS_SORTED: PromptChangeKind.ValueType  # 3
@@ -149,7 +149,7 @@ Global___PromptChangeKind: _TypeAlias = PromptChangeKind  # noqa: Y015
 
 @_typing.final
 class CacheReport(_message.Message):
-    """What of the prompt was reused and from where."""
+    """What was reused of the prompt, and from where."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -167,24 +167,24 @@ class CacheReport(_message.Message):
     ssd_tokens: _builtins.int
     """Of these, tokens whose blocks were loaded from SSD."""
     limit: Global___ReuseLimit.ValueType
-    """Why it was not more."""
+    """Why not more was reused."""
     @_builtins.property
     def restore_duration(self) -> _duration_pb2.Duration:
-        """From the decision to restore until the sequence could run."""
+        """Time from the decision to restore until the request could run."""
 
     @_builtins.property
     def divergence(self) -> Global___PrefixDivergence:
-        """Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-        the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-        the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-        `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-        with all that are known, or the report is of a call that tells none (Embed, Rerank).
+        """Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+        that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+        the same tenant and adapter are compared, never those of another tenant, including
+        `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+        with every cached prompt, or the method does not report it (Embed, Rerank).
         """
 
     @_builtins.property
     def prompt_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptChange]:
-        """What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-        so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+        """What the server changed in a conversation before it was rendered, where the setting
+        `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
         """
 
     def __init__(
@@ -208,7 +208,7 @@ Global___CacheReport: _TypeAlias = CacheReport  # noqa: Y015
 
 @_typing.final
 class PrefixDivergence(_message.Message):
-    """Where a prompt stops to be what a cached one is."""
+    """Where a prompt diverges from a cached one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -242,7 +242,7 @@ Global___PrefixDivergence: _TypeAlias = PrefixDivergence  # noqa: Y015
 
 @_typing.final
 class DivergentToken(_message.Message):
-    """A token of one of two prompts that differ."""
+    """One of two tokens that differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -251,7 +251,7 @@ class DivergentToken(_message.Message):
     id: _builtins.int
     """Its id."""
     text: _builtins.str
-    """Its text; U+FFFD where it is a part of a character."""
+    """Its text; U+FFFD where it is part of a character."""
     def __init__(
         self,
         *,
@@ -268,7 +268,7 @@ Global___DivergentToken: _TypeAlias = DivergentToken  # noqa: Y015
 
 @_typing.final
 class PromptChange(_message.Message):
-    """One change."""
+    """One change of a conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -277,7 +277,7 @@ class PromptChange(_message.Message):
     kind: Global___PromptChangeKind.ValueType
     """What was changed."""
     count: _builtins.int
-    """Of how many lines, or tools."""
+    """How many lines, or tools, were changed."""
     def __init__(
         self,
         *,
@@ -315,7 +315,7 @@ class Usage(_message.Message):
     SPECULATION_LIMIT_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompt, chat template and start tokens included."""
+    """Tokens of the prompt, including chat template and start tokens."""
     cached_tokens: _builtins.int
     """Prompt tokens taken from the cache: `ram_tokens` + `ssd_tokens`."""
     ram_tokens: _builtins.int
@@ -323,28 +323,28 @@ class Usage(_message.Message):
     ssd_tokens: _builtins.int
     """Prompt tokens taken from blocks on SSD."""
     output_tokens: _builtins.int
-    """Tokens generated, an end token included."""
+    """Tokens generated, including an end token."""
     image_tokens: _builtins.int
-    """Of `prompt_tokens`, those that stand for images, what is written between their parts included."""
+    """Of `prompt_tokens`, those that stand for images, including separators between their parts."""
     draft_tokens: _builtins.int
     """Tokens that speculation guessed. 0 without speculation."""
     accepted_draft_tokens: _builtins.int
     """Of these, tokens that became output; each saved a step."""
     speculation_limit: _speculation_pb2.SpeculationLimit.ValueType
-    """Why the request decoded plainly, from its start or from some token on, though it asked for
+    """Why the request decoded plainly, from its start or from some token on, although it asked for
     speculation.
     """
     reasoning_tokens: _builtins.int
-    """Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-    reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+    """Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+    reasoning is not separated: without a chat prompt, or with a model that does not mark it.
     """
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
-        """From arrival until the request left the queue."""
+        """From the receipt of the request until it left the queue."""
 
     @_builtins.property
     def restore_duration(self) -> _duration_pb2.Duration:
-        """Restoring cached blocks, within the prefill of the request."""
+        """Restoring cached blocks, as part of the prefill of the request."""
 
     @_builtins.property
     def prefill_duration(self) -> _duration_pb2.Duration:
@@ -356,11 +356,11 @@ class Usage(_message.Message):
 
     @_builtins.property
     def time_to_first_token(self) -> _duration_pb2.Duration:
-        """From arrival to the first output token (TTFT)."""
+        """From the receipt of the request to the first output token (TTFT)."""
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:
-        """From arrival to the end."""
+        """From the receipt of the request to its end."""
 
     def __init__(
         self,

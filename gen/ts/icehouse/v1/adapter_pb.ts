@@ -15,13 +15,13 @@ export const file_icehouse_v1_adapter: GenFile = /*@__PURE__*/
   fileDesc("ChlpY2Vob3VzZS92MS9hZGFwdGVyLnByb3RvEgtpY2Vob3VzZS52MSJkCgdBZGFwdGVyEgwKBG5hbWUYASABKAkSDAoEa2luZBgCIAEoCRIOCgZkaWdlc3QYAyABKAkSFwoPcGFyYW1ldGVyX2NvdW50GAQgASgDEhQKDHdlaWdodF9ieXRlcxgFIAEoA0I8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
 
 /**
- * A loaded adapter: a small difference to the model's weights, which requests choose by name.
+ * A loaded adapter: small weights added to the model's own, which requests choose by name.
  *
  * @generated from message icehouse.v1.Adapter
  */
 export type Adapter = Message<"icehouse.v1.Adapter"> & {
   /**
-   * The name callers use in `adapter`.
+   * The name that requests use in `adapter`.
    *
    * @generated from field: string name = 1;
    */
@@ -35,7 +35,7 @@ export type Adapter = Message<"icehouse.v1.Adapter"> & {
   kind: string;
 
   /**
-   * Identity of all that it computes, in hex. It is part of the identity of KV.
+   * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
    *
    * @generated from field: string digest = 3;
    */
@@ -49,7 +49,7 @@ export type Adapter = Message<"icehouse.v1.Adapter"> & {
   parameterCount: bigint;
 
   /**
-   * Bytes it takes in memory beside the model's weights, which it shares.
+   * Bytes it takes in memory in addition to the model's weights.
    *
    * @generated from field: int64 weight_bytes = 5;
    */

@@ -15,36 +15,36 @@ export const file_icehouse_v1_cache_policy: GenFile = /*@__PURE__*/
   fileDesc("Ch5pY2Vob3VzZS92MS9jYWNoZV9wb2xpY3kucHJvdG8SC2ljZWhvdXNlLnYxIl0KC0NhY2hlUG9saWN5EiIKA3VzZRgBIAEoDjIVLmljZWhvdXNlLnYxLkNhY2hlVXNlEg4KBnRlbmFudBgCIAEoCRIaChJzaGFyZWRfcHJlZml4X25hbWUYAyABKAkqhQEKCENhY2hlVXNlEhkKFUNBQ0hFX1VTRV9VTlNQRUNJRklFRBAAEhgKFENBQ0hFX1VTRV9SRUFEX1dSSVRFEAESFwoTQ0FDSEVfVVNFX1JFQURfT05MWRACEhgKFENBQ0hFX1VTRV9XUklURV9PTkxZEAMSEQoNQ0FDSEVfVVNFX09GRhAEQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw");
 
 /**
- * What a request may do with the prefix cache, and whom it shares it with.
+ * How a request uses the prefix cache, and with whom it shares cached blocks.
  *
  * @generated from message icehouse.v1.CachePolicy
  */
 export type CachePolicy = Message<"icehouse.v1.CachePolicy"> & {
   /**
-   * Absent: read and write.
+   * How the cache is used. Default: read and write.
    *
    * @generated from field: icehouse.v1.CacheUse use = 1;
    */
   use: CacheUse;
 
   /**
-   * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-   * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-   * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-   * with TENANT_FORBIDDEN unless an operator says it.
+   * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+   * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+   * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+   * Default: the default tenant, or that of the credentials.
    *
    * @generated from field: string tenant = 2;
    */
   tenant: string;
 
   /**
-   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-   * Absent: its own tenant's prompts alone.
+   * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+   * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+   * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+   * with Warm, as that other tenant. For authenticated callers the server's setting
+   * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+   * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+   * Default: only its own tenant's prompts.
    *
    * @generated from field: string shared_prefix_name = 3;
    */
@@ -59,7 +59,7 @@ export const CachePolicySchema: GenMessage<CachePolicy> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_policy, 0);
 
 /**
- * Which ways the prefix cache may be used. The output is the same with each of them.
+ * How a request uses the prefix cache. The output is the same with each of them.
  *
  * @generated from enum icehouse.v1.CacheUse
  */
@@ -72,14 +72,14 @@ export enum CacheUse {
   UNSPECIFIED = 0,
 
   /**
-   * Reuse what is known and keep what is computed.
+   * Reuse what is cached and keep what is computed.
    *
    * @generated from enum value: CACHE_USE_READ_WRITE = 1;
    */
   READ_WRITE = 1,
 
   /**
-   * Reuse what is known, keep nothing.
+   * Reuse what is cached, keep nothing.
    *
    * @generated from enum value: CACHE_USE_READ_ONLY = 2;
    */

@@ -32,7 +32,7 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
   blockTokens: number;
 
   /**
-   * Why this model's prompts cannot be kept. Absent: they can.
+   * Why this model's prompts cannot be cached. Empty: they can.
    *
    * @generated from field: string unsupported_detail = 2;
    */
@@ -46,14 +46,14 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
   ram?: CacheTierStats | undefined;
 
   /**
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    *
    * @generated from field: icehouse.v1.CacheTierStats ssd = 4;
    */
   ssd?: CacheTierStats | undefined;
 
   /**
-   * How prompts fared.
+   * Results of lookups.
    *
    * @generated from field: icehouse.v1.CacheLookupStats lookups = 5;
    */
@@ -74,21 +74,21 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
   promote?: CachePromoteStats | undefined;
 
   /**
-   * What was found damaged.
+   * Damage that was found.
    *
    * @generated from field: icehouse.v1.CacheIntegrityStats integrity = 8;
    */
   integrity?: CacheIntegrityStats | undefined;
 
   /**
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    *
    * @generated from field: icehouse.v1.CacheDiskStats disk = 9;
    */
   disk?: CacheDiskStats | undefined;
 
   /**
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    *
    * @generated from field: icehouse.v1.CacheReconcileReport last_reconcile = 10;
    */
@@ -109,7 +109,7 @@ export const CacheStatsSchema: GenMessage<CacheStats> = /*@__PURE__*/
  */
 export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
   /**
-   * Blocks, tails included.
+   * Blocks, including tails.
    *
    * @generated from field: int64 block_count = 1;
    */
@@ -123,7 +123,7 @@ export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
   tailCount: bigint;
 
   /**
-   * Of these, blocks that policy may not evict.
+   * Of these, pinned blocks, which policy does not evict.
    *
    * @generated from field: int64 pinned_block_count = 3;
    */
@@ -144,7 +144,7 @@ export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
   sizeBytes: bigint;
 
   /**
-   * Most bytes.
+   * Maximum bytes.
    *
    * @generated from field: int64 limit_bytes = 6;
    */
@@ -165,7 +165,7 @@ export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
   evictedByteTotal: bigint;
 
   /**
-   * Blocks removed by order (Evict, `icehouse cache purge`).
+   * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
    *
    * @generated from field: int64 purged_block_total = 9;
    */
@@ -222,7 +222,7 @@ export const AgePercentilesSchema: GenMessage<AgePercentiles> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_stats, 2);
 
 /**
- * How prompts fared when they were looked up.
+ * Results of looking prompts up.
  *
  * @generated from message icehouse.v1.CacheLookupStats
  */
@@ -263,7 +263,7 @@ export type CacheLookupStats = Message<"icehouse.v1.CacheLookupStats"> & {
   missTokenTotal: bigint;
 
   /**
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    *
    * @generated from field: repeated icehouse.v1.CacheMissTokens miss_tokens = 6;
    */
@@ -347,7 +347,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
   policy: string;
 
   /**
-   * Blocks that got credit in the write queue.
+   * Blocks accepted into the write queue.
    *
    * @generated from field: int64 accepted_block_total = 2;
    */
@@ -368,7 +368,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
   persistedByteTotal: bigint;
 
   /**
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    *
    * @generated from field: repeated icehouse.v1.SpillDrops drops = 5;
    */
@@ -389,7 +389,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
   queueBytes: bigint;
 
   /**
-   * Most bytes in the write queue.
+   * Maximum bytes in the write queue.
    *
    * @generated from field: int64 queue_limit_bytes = 8;
    */
@@ -403,7 +403,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
   writtenTodayBytes: bigint;
 
   /**
-   * Most of them. 0: no limit.
+   * Maximum bytes written a day. 0: no limit.
    *
    * @generated from field: int64 daily_limit_bytes = 10;
    */
@@ -431,14 +431,14 @@ export const CacheSpillStatsSchema: GenMessage<CacheSpillStats> = /*@__PURE__*/
  */
 export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
   /**
-   * Loads asked of the SSD tier.
+   * Loads requested from the SSD tier.
    *
    * @generated from field: int64 load_total = 1;
    */
   loadTotal: bigint;
 
   /**
-   * Of these, loads that failed wholly or in part.
+   * Of these, loads that failed completely or in part.
    *
    * @generated from field: int64 failed_load_total = 2;
    */
@@ -473,7 +473,7 @@ export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
   queueCount: bigint;
 
   /**
-   * Most of them.
+   * Maximum loads waiting or running.
    *
    * @generated from field: int64 queue_limit = 7;
    */
@@ -494,7 +494,7 @@ export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
   restoreTokensPerSecond: number;
 
   /**
-   * Tokens prefilled per second, the average that restoring is weighed against.
+   * Tokens prefilled per second, the average that restoring is compared with.
    *
    * @generated from field: double recompute_tokens_per_second = 10;
    */
@@ -508,7 +508,7 @@ export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
   recomputeChosenTotal: bigint;
 
   /**
-   * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+   * Restores that failed although their blocks had been read: no valid cache could be built from them. The
    * requests were prefilled instead, and the blocks are not used again.
    *
    * @generated from field: int64 failed_restore_total = 12;
@@ -524,7 +524,7 @@ export const CachePromoteStatsSchema: GenMessage<CachePromoteStats> = /*@__PURE_
   messageDesc(file_icehouse_v1_cache_stats, 7);
 
 /**
- * What was found damaged. Damage is a miss, never an error of the request.
+ * Damage that was found. A damaged block is a cache miss, never an error of a request.
  *
  * @generated from message icehouse.v1.CacheIntegrityStats
  */
@@ -572,7 +572,7 @@ export type CacheIntegrityStats = Message<"icehouse.v1.CacheIntegrityStats"> & {
   quarantinedBytes: bigint;
 
   /**
-   * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+   * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
    *
    * @generated from field: int64 seal_failure_total = 7;
    */
@@ -580,7 +580,7 @@ export type CacheIntegrityStats = Message<"icehouse.v1.CacheIntegrityStats"> & {
 
   /**
    * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-   * leave it to make room; this only grows.
+   * are deleted to make room; this only grows.
    *
    * @generated from field: int64 quarantined_block_total = 8;
    */
@@ -615,7 +615,7 @@ export type CacheDiskStats = Message<"icehouse.v1.CacheDiskStats"> & {
   manifestBytes: bigint;
 
   /**
-   * Most bytes.
+   * Maximum bytes.
    *
    * @generated from field: int64 limit_bytes = 3;
    */
@@ -643,22 +643,22 @@ export type CacheDiskStats = Message<"icehouse.v1.CacheDiskStats"> & {
   otherModelBlockCount: bigint;
 
   /**
-   * Why nothing is written at present. Absent: writing works.
+   * Why nothing is written at present. Empty: writing works.
    *
    * @generated from field: string writes_off_detail = 7;
    */
   writesOffDetail: string;
 
   /**
-   * Whether blocks are encrypted on their way to it.
+   * Whether blocks are encrypted.
    *
    * @generated from field: bool encrypted = 8;
    */
   encrypted: boolean;
 
   /**
-   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Empty: it responds.
    *
    * @generated from field: string hang_detail = 9;
    */
@@ -679,7 +679,7 @@ export const CacheDiskStatsSchema: GenMessage<CacheDiskStats> = /*@__PURE__*/
  */
 export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> & {
   /**
-   * When.
+   * When the directory was opened.
    *
    * @generated from field: google.protobuf.Timestamp reconcile_time = 1;
    */
@@ -693,7 +693,7 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
   duration?: Duration | undefined;
 
   /**
-   * Whether the last stop was clean, so that files were not walked one by one.
+   * Whether the last stop was clean, so that files were not checked one by one.
    *
    * @generated from field: bool clean = 3;
    */
@@ -707,14 +707,14 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
   manifestRebuilt: boolean;
 
   /**
-   * Block files looked at.
+   * Block files checked.
    *
    * @generated from field: int64 file_count = 5;
    */
   fileCount: bigint;
 
   /**
-   * Rows looked at.
+   * Rows checked.
    *
    * @generated from field: int64 row_count = 6;
    */
@@ -728,7 +728,7 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
   partialDeletedCount: bigint;
 
   /**
-   * Complete files without a row, taken in.
+   * Complete files without a row, adopted.
    *
    * @generated from field: int64 adopted_count = 8;
    */
@@ -756,7 +756,7 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
   otherLayoutDeletedCount: bigint;
 
   /**
-   * Files that this software did not name, left alone.
+   * Files with unknown names, left alone.
    *
    * @generated from field: int64 unknown_file_count = 12;
    */
@@ -764,14 +764,14 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
 
   /**
    * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-   * were brought up to date.
+   * were updated.
    *
    * @generated from field: int64 restamped_count = 13;
    */
   restampedCount: bigint;
 
   /**
-   * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+   * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
    * removes them.
    *
    * @generated from field: int64 unencrypted_block_count = 14;
@@ -779,10 +779,10 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
   unencryptedBlockCount: bigint;
 
   /**
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    *
    * @generated from field: repeated string changed_code = 15;
    */
@@ -866,7 +866,7 @@ export enum SpillDropCause {
   SHUTDOWN = 8,
 
   /**
-   * The tenant's share of the SSD was full of blocks that may not go.
+   * The tenant's share of the SSD was full of blocks that may not be evicted.
    *
    * @generated from enum value: SPILL_DROP_CAUSE_TENANT_SHARE = 9;
    */

@@ -18,16 +18,16 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/completion.proto.
  */
 export const file_icehouse_v1_completion: GenFile = /*@__PURE__*/
-  fileDesc("ChxpY2Vob3VzZS92MS9jb21wbGV0aW9uLnByb3RvEgtpY2Vob3VzZS52MSLKAwoKQ29tcGxldGlvbhINCgVpbmRleBgBIAEoBRIMCgR0ZXh0GAIgASgJEhEKCXRva2VuX2lkcxgDIAMoBRIwCg1maW5pc2hfcmVhc29uGAQgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAUgASgJSACIAQESIQoFdXNhZ2UYBiABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRInCgVjYWNoZRgHIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EgwKBHNlZWQYCCABKAQSKQoKdG9vbF9jYWxscxgJIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhEKCXJlYXNvbmluZxgKIAEoCRIsCghsb2dwcm9icxgLIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSPAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYDCADKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbBIaCg1zdG9wX3Rva2VuX2lkGA0gASgFSAGIAQFCDgoMX3N0b3Bfc3RyaW5nQhAKDl9zdG9wX3Rva2VuX2lkQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_logprobs, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("ChxpY2Vob3VzZS92MS9jb21wbGV0aW9uLnByb3RvEgtpY2Vob3VzZS52MSK1AwoKQ29tcGxldGlvbhINCgVpbmRleBgBIAEoBRIMCgR0ZXh0GAIgASgJEhEKCXRva2VuX2lkcxgDIAMoBRIwCg1maW5pc2hfcmVhc29uGAQgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhMKC3N0b3Bfc3RyaW5nGAUgASgJEhoKDXN0b3BfdG9rZW5faWQYBiABKAVIAIgBARIhCgV1c2FnZRgHIAEoCzISLmljZWhvdXNlLnYxLlVzYWdlEicKBWNhY2hlGAggASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSDAoEc2VlZBgJIAEoBBIpCgp0b29sX2NhbGxzGAogAygLMhUuaWNlaG91c2UudjEuVG9vbENhbGwSPAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYCyADKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbBIRCglyZWFzb25pbmcYDCABKAkSLAoIbG9ncHJvYnMYDSADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzQhAKDl9zdG9wX3Rva2VuX2lkQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_logprobs, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
- * One complete output. Every field is what GenerateResponse says of it.
+ * One complete output. Its fields are those of GenerateResponse.
  *
  * @generated from message icehouse.v1.Completion
  */
 export type Completion = Message<"icehouse.v1.Completion"> & {
   /**
-   * Its place among the request's completions, from 0.
+   * Its index among the request's completions, from 0.
    *
    * @generated from field: int32 index = 1;
    */
@@ -48,74 +48,74 @@ export type Completion = Message<"icehouse.v1.Completion"> & {
   tokenIds: number[];
 
   /**
-   * Why it ended.
+   * Why the output ended.
    *
    * @generated from field: icehouse.v1.FinishReason finish_reason = 4;
    */
   finishReason: FinishReason;
 
   /**
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    *
-   * @generated from field: optional string stop_string = 5;
+   * @generated from field: string stop_string = 5;
    */
-  stopString?: string | undefined;
+  stopString: string;
 
   /**
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * The token that ended the output. Not set: it ended otherwise.
    *
-   * @generated from field: icehouse.v1.Usage usage = 6;
+   * @generated from field: optional int32 stop_token_id = 6;
+   */
+  stopTokenId?: number | undefined;
+
+  /**
+   * What this output cost. The prompt counts in each completion, reused or not.
+   *
+   * @generated from field: icehouse.v1.Usage usage = 7;
    */
   usage?: Usage | undefined;
 
   /**
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    *
-   * @generated from field: icehouse.v1.CacheReport cache = 7;
+   * @generated from field: icehouse.v1.CacheReport cache = 8;
    */
   cache?: CacheReport | undefined;
 
   /**
    * The seed that was used: the first completion's plus `index`, modulo 2^64.
    *
-   * @generated from field: uint64 seed = 8;
+   * @generated from field: uint64 seed = 9;
    */
   seed: bigint;
 
   /**
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    *
-   * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 9;
+   * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 10;
    */
   toolCalls: ToolCall[];
 
   /**
-   * What the model thought before it spoke. Absent: none.
+   * Parts of `text` that began as tool calls and cannot be parsed.
    *
-   * @generated from field: string reasoning = 10;
-   */
-  reasoning: string;
-
-  /**
-   * One for each of `token_ids`. Absent: not asked for.
-   *
-   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 11;
-   */
-  logprobs: TokenLogprobs[];
-
-  /**
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   *
-   * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 12;
+   * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 11;
    */
   malformedToolCalls: MalformedToolCall[];
 
   /**
-   * The token that ended it. Absent: it ended otherwise.
+   * The model's reasoning before its answer. Empty: none.
    *
-   * @generated from field: optional int32 stop_token_id = 13;
+   * @generated from field: string reasoning = 12;
    */
-  stopTokenId?: number | undefined;
+  reasoning: string;
+
+  /**
+   * One for each of `token_ids`. Empty: not requested.
+   *
+   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 13;
+   */
+  logprobs: TokenLogprobs[];
 };
 
 /**

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/embedding_service.proto.
  */
 export const file_icehouse_v1_embedding_service: GenFile = /*@__PURE__*/
-  fileDesc("CiNpY2Vob3VzZS92MS9lbWJlZGRpbmdfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEi3gEKDEVtYmVkUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEicKBmlucHV0cxgDIAMoCzIXLmljZWhvdXNlLnYxLkVtYmVkSW5wdXQSJQoHcG9vbGluZxgEIAEoDjIULmljZWhvdXNlLnYxLlBvb2xpbmcSFgoJbm9ybWFsaXplGAUgASgISACIAQESEgoKZGltZW5zaW9ucxgGIAEoBRIQCghwcmlvcml0eRgHIAEoBRIPCgdhZGFwdGVyGBEgASgJQgwKCl9ub3JtYWxpemUiUQoKRW1iZWRJbnB1dBIOCgR0ZXh0GAEgASgJSAASKgoGdG9rZW5zGAIgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIAEIHCgVpbnB1dCKoAQoNRW1iZWRSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEioKCmVtYmVkZGluZ3MYAyADKAsyFi5pY2Vob3VzZS52MS5FbWJlZGRpbmcSFQoNcHJvbXB0X3Rva2VucxgEIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIyCglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhUKDXByb21wdF90b2tlbnMYAiABKAUqTAoHUG9vbGluZxIXChNQT09MSU5HX1VOU1BFQ0lGSUVEEAASFgoSUE9PTElOR19MQVNUX1RPS0VOEAESEAoMUE9PTElOR19NRUFOEAIyUgoQRW1iZWRkaW5nU2VydmljZRI+CgVFbWJlZBIZLmljZWhvdXNlLnYxLkVtYmVkUmVxdWVzdBoaLmljZWhvdXNlLnYxLkVtYmVkUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_prompt]);
+  fileDesc("CiNpY2Vob3VzZS92MS9lbWJlZGRpbmdfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEi3gEKDEVtYmVkUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEicKBmlucHV0cxgDIAMoCzIXLmljZWhvdXNlLnYxLkVtYmVkSW5wdXQSJQoHcG9vbGluZxgEIAEoDjIULmljZWhvdXNlLnYxLlBvb2xpbmcSFgoJbm9ybWFsaXplGAUgASgISACIAQESEgoKZGltZW5zaW9ucxgGIAEoBRIQCghwcmlvcml0eRgHIAEoBRIPCgdhZGFwdGVyGAggASgJQgwKCl9ub3JtYWxpemUiUQoKRW1iZWRJbnB1dBIOCgR0ZXh0GAEgASgJSAASKgoGdG9rZW5zGAIgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIAEIHCgVpbnB1dCKoAQoNRW1iZWRSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEioKCmVtYmVkZGluZ3MYAyADKAsyFi5pY2Vob3VzZS52MS5FbWJlZGRpbmcSFQoNcHJvbXB0X3Rva2VucxgEIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIyCglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhUKDXByb21wdF90b2tlbnMYAiABKAUqTAoHUG9vbGluZxIXChNQT09MSU5HX1VOU1BFQ0lGSUVEEAASFgoSUE9PTElOR19MQVNUX1RPS0VOEAESEAoMUE9PTElOR19NRUFOEAIyUgoQRW1iZWRkaW5nU2VydmljZRI+CgVFbWJlZBIZLmljZWhvdXNlLnYxLkVtYmVkUmVxdWVzdBoaLmljZWhvdXNlLnYxLkVtYmVkUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_prompt]);
 
 /**
  * Inputs to embed.
@@ -25,28 +25,28 @@ export const file_icehouse_v1_embedding_service: GenFile = /*@__PURE__*/
  */
 export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
   /**
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    *
    * @generated from field: string model = 2;
    */
   model: string;
 
   /**
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    *
    * @generated from field: repeated icehouse.v1.EmbedInput inputs = 3;
    */
   inputs: EmbedInput[];
 
   /**
-   * How to pool. Absent: the last token.
+   * How to pool. Default: the last token.
    *
    * @generated from field: icehouse.v1.Pooling pooling = 4;
    */
@@ -54,31 +54,31 @@ export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
 
   /**
    * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-   * Absent: yes.
+   * Default: true.
    *
    * @generated from field: optional bool normalize = 5;
    */
   normalize?: boolean | undefined;
 
   /**
-   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-   * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+   * representations. Truncated before normalizing. Default: all.
    *
    * @generated from field: int32 dimensions = 6;
    */
   dimensions: number;
 
   /**
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    *
    * @generated from field: int32 priority = 7;
    */
   priority: number;
 
   /**
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    *
-   * @generated from field: string adapter = 17;
+   * @generated from field: string adapter = 8;
    */
   adapter: string;
 };
@@ -105,7 +105,7 @@ export type EmbedInput = Message<"icehouse.v1.EmbedInput"> & {
   input: {
     /**
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      *
      * @generated from field: string text = 1;
      */
@@ -136,7 +136,7 @@ export const EmbedInputSchema: GenMessage<EmbedInput> = /*@__PURE__*/
  */
 export type EmbedResponse = Message<"icehouse.v1.EmbedResponse"> & {
   /**
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    *
    * @generated from field: string request_id = 1;
    */
@@ -164,7 +164,7 @@ export type EmbedResponse = Message<"icehouse.v1.EmbedResponse"> & {
   promptTokens: number;
 
   /**
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    *
    * @generated from field: google.protobuf.Duration total_duration = 5;
    */
@@ -213,21 +213,21 @@ export const EmbeddingSchema: GenMessage<Embedding> = /*@__PURE__*/
  */
 export enum Pooling {
   /**
-   * Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for.
+   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
    *
    * @generated from enum value: POOLING_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
-   * The last token's: the only one that has seen the whole input.
+   * That of the last token, the only one that attends to the whole input.
    *
    * @generated from enum value: POOLING_LAST_TOKEN = 1;
    */
   LAST_TOKEN = 1,
 
   /**
-   * The mean of all tokens'.
+   * The mean over all tokens.
    *
    * @generated from enum value: POOLING_MEAN = 2;
    */
@@ -248,9 +248,9 @@ export const PoolingSchema: GenEnum<Pooling> = /*@__PURE__*/
  */
 export const EmbeddingService: GenService<{
   /**
-   * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-   * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-   * hidden states; else the refusals of InferenceService.Generate.
+   * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+   * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+   * hidden states; otherwise the errors of InferenceService.Generate.
    *
    * @generated from rpc icehouse.v1.EmbeddingService.Embed
    */

@@ -14,16 +14,16 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/engine_stats.proto.
  */
 export const file_icehouse_v1_engine_stats: GenFile = /*@__PURE__*/
-  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxItwICgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxIyCg9kZWNvZGVfc3RlcF9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX3N0ZXBfcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDEhUKDWt2X3VzZWRfYnl0ZXMYGyABKAMSFgoOa3ZfbGltaXRfYnl0ZXMYHCABKAMSGwoTZHJhZnRlZF90b2tlbl90b3RhbBgdIAEoAxIiChphY2NlcHRlZF9kcmFmdF90b2tlbl90b3RhbBgeIAEoAxIbChNlbmNvZGVkX2ltYWdlX3RvdGFsGB8gASgDEhoKEnJldXNlZF9pbWFnZV90b3RhbBggIAEoAxIvCgxpbWFnZV9lbmNvZGUYISABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGwoTaW1hZ2VfZmVhdHVyZV9ieXRlcxgiIAEoAxIhChlpbWFnZV9mZWF0dXJlX2xpbWl0X2J5dGVzGCMgASgDEisKCHBhc3NfcDUwGCQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEisKCHBhc3NfcDk5GCUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration]);
+  fileDesc("Ch5pY2Vob3VzZS92MS9lbmdpbmVfc3RhdHMucHJvdG8SC2ljZWhvdXNlLnYxIokJCgtFbmdpbmVTdGF0cxIpCgZ1cHRpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbWFpbGJveF9jb3VudBgCIAEoAxIVCg1tYWlsYm94X2xpbWl0GAMgASgDEhUKDXdhaXRpbmdfY291bnQYBCABKAMSFQoNd2FpdGluZ19saW1pdBgFIAEoAxIVCg1sb2FkaW5nX2NvdW50GAYgASgDEhgKEHByZWZpbGxpbmdfY291bnQYByABKAMSFgoOZGVjb2RpbmdfY291bnQYCCABKAMSFgoOZGVjb2RpbmdfbGltaXQYCSABKAMSEgoKc3RlcF90b3RhbBgKIAEoAxI7ChhkZWNvZGVfc3RlcF9kdXJhdGlvbl9wNTAYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOwoYZGVjb2RlX3N0ZXBfZHVyYXRpb25fcDk5GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiEKGXByZWZpbGxfdG9rZW5zX3Blcl9zZWNvbmQYDSABKAESFgoOYWNjZXB0ZWRfdG90YWwYDiABKAMSFgoOcmVqZWN0ZWRfdG90YWwYDyABKAMSFgoOZmluaXNoZWRfdG90YWwYECABKAMSFwoPY2FuY2VsbGVkX3RvdGFsGBEgASgDEhQKDGZhaWxlZF90b3RhbBgSIAEoAxIaChJwcm9tcHRfdG9rZW5fdG90YWwYEyABKAMSGgoSY2FjaGVkX3Rva2VuX3RvdGFsGBQgASgDEh0KFXByZWZpbGxlZF90b2tlbl90b3RhbBgVIAEoAxIaChJvdXRwdXRfdG9rZW5fdG90YWwYFiABKAMSGwoTYWN0aXZlX21lbW9yeV9ieXRlcxgXIAEoAxIZChFwZWFrX21lbW9yeV9ieXRlcxgYIAEoAxIaChJtZW1vcnlfbGltaXRfYnl0ZXMYGSABKAMSFAoMcGFya2VkX3RvdGFsGBogASgDEhUKDWt2X3VzZWRfYnl0ZXMYGyABKAMSFgoOa3ZfbGltaXRfYnl0ZXMYHCABKAMSGwoTZHJhZnRlZF90b2tlbl90b3RhbBgdIAEoAxIiChphY2NlcHRlZF9kcmFmdF90b2tlbl90b3RhbBgeIAEoAxIbChNlbmNvZGVkX2ltYWdlX3RvdGFsGB8gASgDEhoKEnJldXNlZF9pbWFnZV90b3RhbBggIAEoAxI4ChVpbWFnZV9lbmNvZGVfZHVyYXRpb24YISABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGwoTaW1hZ2VfZmVhdHVyZV9ieXRlcxgiIAEoAxIhChlpbWFnZV9mZWF0dXJlX2xpbWl0X2J5dGVzGCMgASgDEjQKEXBhc3NfZHVyYXRpb25fcDUwGCQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjQKEXBhc3NfZHVyYXRpb25fcDk5GCUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration]);
 
 /**
- * The engine's counters. `*_count` are now, `*_total` since start.
+ * The engine's counters. `*_count` and `*_bytes` are current values, `*_total` are counted since the start.
  *
  * @generated from message icehouse.v1.EngineStats
  */
 export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   /**
-   * Since the engine started.
+   * Time since the engine started.
    *
    * @generated from field: google.protobuf.Duration uptime = 1;
    */
@@ -37,7 +37,7 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   mailboxCount: bigint;
 
   /**
-   * Most of them.
+   * Maximum of `mailbox_count`.
    *
    * @generated from field: int64 mailbox_limit = 3;
    */
@@ -51,7 +51,7 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   waitingCount: bigint;
 
   /**
-   * Most of them; beyond it requests are refused with QUEUE_FULL.
+   * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
    *
    * @generated from field: int64 waiting_limit = 5;
    */
@@ -79,7 +79,7 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   decodingCount: bigint;
 
   /**
-   * Most of them.
+   * Maximum of `decoding_count`.
    *
    * @generated from field: int64 decoding_limit = 9;
    */
@@ -93,18 +93,18 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   stepTotal: bigint;
 
   /**
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    *
-   * @generated from field: google.protobuf.Duration decode_step_p50 = 11;
+   * @generated from field: google.protobuf.Duration decode_step_duration_p50 = 11;
    */
-  decodeStepP50?: Duration | undefined;
+  decodeStepDurationP50?: Duration | undefined;
 
   /**
    * 99th percentile of the same.
    *
-   * @generated from field: google.protobuf.Duration decode_step_p99 = 12;
+   * @generated from field: google.protobuf.Duration decode_step_duration_p99 = 12;
    */
-  decodeStepP99?: Duration | undefined;
+  decodeStepDurationP99?: Duration | undefined;
 
   /**
    * Prompt tokens computed per second, over a recent window.
@@ -114,7 +114,7 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   prefillTokensPerSecond: number;
 
   /**
-   * Requests taken in.
+   * Requests accepted.
    *
    * @generated from field: int64 accepted_total = 14;
    */
@@ -135,21 +135,21 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   finishedTotal: bigint;
 
   /**
-   * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+   * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
    *
    * @generated from field: int64 cancelled_total = 17;
    */
   cancelledTotal: bigint;
 
   /**
-   * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+   * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
    *
    * @generated from field: int64 failed_total = 18;
    */
   failedTotal: bigint;
 
   /**
-   * Prompt tokens of all begun requests.
+   * Prompt tokens of all requests that began.
    *
    * @generated from field: int64 prompt_token_total = 19;
    */
@@ -184,36 +184,36 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   activeMemoryBytes: bigint;
 
   /**
-   * Most of them since start.
+   * Maximum of `active_memory_bytes` since the start.
    *
    * @generated from field: int64 peak_memory_bytes = 24;
    */
   peakMemoryBytes: bigint;
 
   /**
-   * What the engine may use. 0: no limit.
+   * Maximum bytes that the engine may use. 0: no limit.
    *
    * @generated from field: int64 memory_limit_bytes = 25;
    */
   memoryLimitBytes: bigint;
 
   /**
-   * Times a running request gave way to others for want of memory, and went on later.
+   * Times a running request was parked because memory was short, and continued later.
    *
    * @generated from field: int64 parked_total = 26;
    */
   parkedTotal: bigint;
 
   /**
-   * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-   * holds is not in it: that gives way.
+   * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+   * prefix cache, which shrinks when requests need memory.
    *
    * @generated from field: int64 kv_used_bytes = 27;
    */
   kvUsedBytes: bigint;
 
   /**
-   * Most bytes that KV may take beside the model. 0: no limit.
+   * Maximum bytes of KV, in addition to the model. 0: no limit.
    *
    * @generated from field: int64 kv_limit_bytes = 28;
    */
@@ -227,61 +227,61 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   draftedTokenTotal: bigint;
 
   /**
-   * Of these, tokens that came true.
+   * Of these, tokens that were accepted.
    *
    * @generated from field: int64 accepted_draft_token_total = 30;
    */
   acceptedDraftTokenTotal: bigint;
 
   /**
-   * Images that the vision tower made vectors of.
+   * Images that the vision tower encoded.
    *
    * @generated from field: int64 encoded_image_total = 31;
    */
   encodedImageTotal: bigint;
 
   /**
-   * Images whose vectors were still there when a prompt needed them.
+   * Images whose vectors were still in memory when a prompt needed them.
    *
    * @generated from field: int64 reused_image_total = 32;
    */
   reusedImageTotal: bigint;
 
   /**
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    *
-   * @generated from field: google.protobuf.Duration image_encode = 33;
+   * @generated from field: google.protobuf.Duration image_encode_duration = 33;
    */
-  imageEncode?: Duration | undefined;
+  imageEncodeDuration?: Duration | undefined;
 
   /**
-   * Bytes of vectors that are kept for images that may come again.
+   * Bytes of image vectors that are kept for reuse.
    *
    * @generated from field: int64 image_feature_bytes = 34;
    */
   imageFeatureBytes: bigint;
 
   /**
-   * Most of them (`engine.image_feature_bytes`).
+   * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
    *
    * @generated from field: int64 image_feature_limit_bytes = 35;
    */
   imageFeatureLimitBytes: bigint;
 
   /**
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    *
-   * @generated from field: google.protobuf.Duration pass_p50 = 36;
+   * @generated from field: google.protobuf.Duration pass_duration_p50 = 36;
    */
-  passP50?: Duration | undefined;
+  passDurationP50?: Duration | undefined;
 
   /**
    * 99th percentile of the same.
    *
-   * @generated from field: google.protobuf.Duration pass_p99 = 37;
+   * @generated from field: google.protobuf.Duration pass_duration_p99 = 37;
    */
-  passP99?: Duration | undefined;
+  passDurationP99?: Duration | undefined;
 };
 
 /**

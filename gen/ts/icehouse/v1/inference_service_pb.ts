@@ -14,23 +14,17 @@ import type { CacheStats } from "./cache_stats_pb.js";
 import { file_icehouse_v1_cache_stats } from "./cache_stats_pb.js";
 import type { Completion } from "./completion_pb.js";
 import { file_icehouse_v1_completion } from "./completion_pb.js";
-import type { EngineStats } from "./engine_stats_pb.js";
-import { file_icehouse_v1_engine_stats } from "./engine_stats_pb.js";
 import type { LogprobsOptions, TokenLogprobs } from "./logprobs_pb.js";
 import { file_icehouse_v1_logprobs } from "./logprobs_pb.js";
-import type { ChatPrompt, InfillPrompt, TokenPrompt } from "./prompt_pb.js";
+import type { Prompt } from "./prompt_pb.js";
 import { file_icehouse_v1_prompt } from "./prompt_pb.js";
 import type { ResponseFormat } from "./response_format_pb.js";
 import { file_icehouse_v1_response_format } from "./response_format_pb.js";
 import type { SamplingParams } from "./sampling_pb.js";
 import { file_icehouse_v1_sampling } from "./sampling_pb.js";
-import type { SlowRequest } from "./slow_request_pb.js";
-import { file_icehouse_v1_slow_request } from "./slow_request_pb.js";
 import type { Speculation } from "./speculation_pb.js";
 import { file_icehouse_v1_speculation } from "./speculation_pb.js";
-import type { TenantStats } from "./tenant_stats_pb.js";
-import { file_icehouse_v1_tenant_stats } from "./tenant_stats_pb.js";
-import type { MalformedToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice } from "./tool_pb.js";
+import type { MalformedToolCall, ToolCall, ToolCallDelta, ToolChoice } from "./tool_pb.js";
 import { file_icehouse_v1_tool } from "./tool_pb.js";
 import type { CacheReport, FinishReason, Usage } from "./usage_pb.js";
 import { file_icehouse_v1_usage } from "./usage_pb.js";
@@ -40,7 +34,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/inference_service.proto.
  */
 export const file_icehouse_v1_inference_service: GenFile = /*@__PURE__*/
-  fileDesc("CiNpY2Vob3VzZS92MS9pbmZlcmVuY2Vfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEi1gUKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEg4KBHRleHQYAyABKAlIABInCgRjaGF0GAQgASgLMhcuaWNlaG91c2UudjEuQ2hhdFByb21wdEgAEioKBnRva2VucxgFIAEoCzIYLmljZWhvdXNlLnYxLlRva2VuUHJvbXB0SAASKwoGaW5maWxsGBUgASgLMhkuaWNlaG91c2UudjEuSW5maWxsUHJvbXB0SAASGQoRbWF4X291dHB1dF90b2tlbnMYBiABKAUSLQoIc2FtcGxpbmcYByABKAsyGy5pY2Vob3VzZS52MS5TYW1wbGluZ1BhcmFtcxIMCgRzdG9wGAggAygJEjQKD3Jlc3BvbnNlX2Zvcm1hdBgJIAEoCzIbLmljZWhvdXNlLnYxLlJlc3BvbnNlRm9ybWF0EiAKBXRvb2xzGAogAygLMhEuaWNlaG91c2UudjEuVG9vbBIuCghsb2dwcm9icxgLIAEoCzIcLmljZWhvdXNlLnYxLkxvZ3Byb2JzT3B0aW9ucxInCgVjYWNoZRgMIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GA0gASgFEiwKC3Rvb2xfY2hvaWNlGA4gASgLMhcuaWNlaG91c2UudjEuVG9vbENob2ljZRITCgtjb21wbGV0aW9ucxgPIAEoBRItCgtzcGVjdWxhdGlvbhgQIAEoCzIYLmljZWhvdXNlLnYxLlNwZWN1bGF0aW9uEg8KB2FkYXB0ZXIYESABKAkSEgoKc2Vzc2lvbl9pZBgSIAEoCRIWCg5zdG9wX3Rva2VuX2lkcxgTIAMoBRIhChRtYXhfcmVhc29uaW5nX3Rva2VucxgUIAEoBUgBiAEBQggKBnByb21wdEIXChVfbWF4X3JlYXNvbmluZ190b2tlbnMizAUKEEdlbmVyYXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIMCgR0ZXh0GAMgASgJEhEKCXRva2VuX2lkcxgEIAMoBRIwCg1maW5pc2hfcmVhc29uGAUgASgOMhkuaWNlaG91c2UudjEuRmluaXNoUmVhc29uEhgKC3N0b3Bfc3RyaW5nGAYgASgJSACIAQESIQoFdXNhZ2UYByABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRInCgVjYWNoZRgIIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EgwKBHNlZWQYCSABKAQSKQoKdG9vbF9jYWxscxgKIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhEKCXJlYXNvbmluZxgLIAEoCRIsCghsb2dwcm9icxgMIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSMwoPcHJvbXB0X2xvZ3Byb2JzGA0gAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icxIsCgtjb21wbGV0aW9ucxgOIAMoCzIXLmljZWhvdXNlLnYxLkNvbXBsZXRpb24SGgoNc3RvcF90b2tlbl9pZBgPIAEoBUgBiAEBEi8KC2NyZWF0ZV90aW1lGBAgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIaChJzeXN0ZW1fZmluZ2VycHJpbnQYESABKAkSGQoRbWF4X291dHB1dF90b2tlbnMYEiABKAUSGwoTdW5lbmZvcmNlZF9rZXl3b3JkcxgTIAMoCRI8ChRtYWxmb3JtZWRfdG9vbF9jYWxscxgeIAMoCzIeLmljZWhvdXNlLnYxLk1hbGZvcm1lZFRvb2xDYWxsQg4KDF9zdG9wX3N0cmluZ0IQCg5fc3RvcF90b2tlbl9pZCLMAQoOU3RyZWFtUmVzcG9uc2USJwoHc3RhcnRlZBgBIAEoCzIULmljZWhvdXNlLnYxLlN0YXJ0ZWRIABI4ChBwcmVmaWxsX3Byb2dyZXNzGAIgASgLMhwuaWNlaG91c2UudjEuUHJlZmlsbFByb2dyZXNzSAASIwoFZGVsdGEYAyABKAsyEi5pY2Vob3VzZS52MS5EZWx0YUgAEikKCGZpbmlzaGVkGAQgASgLMhUuaWNlaG91c2UudjEuRmluaXNoZWRIAEIHCgVldmVudCKyAgoHU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEhUKDXByb21wdF90b2tlbnMYAyABKAUSJwoFY2FjaGUYBCABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBIxCg5xdWV1ZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRzZWVkGAYgASgEEi8KC2NyZWF0ZV90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIaChJzeXN0ZW1fZmluZ2VycHJpbnQYCCABKAkSGQoRbWF4X291dHB1dF90b2tlbnMYCSABKAUSGwoTdW5lbmZvcmNlZF9rZXl3b3JkcxgKIAMoCSJ3Cg9QcmVmaWxsUHJvZ3Jlc3MSGAoQcHJvY2Vzc2VkX3Rva2VucxgBIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAIgASgFEjMKD3Byb21wdF9sb2dwcm9icxgDIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMi7wEKBURlbHRhEgwKBHRleHQYASABKAkSEQoJdG9rZW5faWRzGAIgAygFEhEKCXJlYXNvbmluZxgDIAEoCRItCgl0b29sX2NhbGwYBCABKAsyGi5pY2Vob3VzZS52MS5Ub29sQ2FsbERlbHRhEiwKCGxvZ3Byb2JzGAUgAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icxIYChBjb21wbGV0aW9uX2luZGV4GAYgASgFEjsKE21hbGZvcm1lZF90b29sX2NhbGwYHiABKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbCLRAQoIRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLmljZWhvdXNlLnYxLkZpbmlzaFJlYXNvbhIYCgtzdG9wX3N0cmluZxgCIAEoCUgAiAEBEiEKBXVzYWdlGAMgASgLMhIuaWNlaG91c2UudjEuVXNhZ2USGAoQY29tcGxldGlvbl9pbmRleBgEIAEoBRIaCg1zdG9wX3Rva2VuX2lkGAUgASgFSAGIAQFCDgoMX3N0b3Bfc3RyaW5nQhAKDl9zdG9wX3Rva2VuX2lkIrIBCg9Ub2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEicKBGNoYXQYAyABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKwoGaW5maWxsGAQgASgLMhkuaWNlaG91c2UudjEuSW5maWxsUHJvbXB0SAASIAoFdG9vbHMYCiADKAsyES5pY2Vob3VzZS52MS5Ub29sQggKBnByb21wdCJLChBUb2tlbml6ZVJlc3BvbnNlEiIKBnRva2VucxgBIAMoCzISLmljZWhvdXNlLnYxLlRva2VuEhMKC3Rva2VuX2NvdW50GAIgASgFIiIKBVRva2VuEgoKAmlkGAEgASgFEg0KBXBpZWNlGAIgASgJIjUKEURldG9rZW5pemVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoBSIiChJEZXRva2VuaXplUmVzcG9uc2USDAoEdGV4dBgBIAEoCSITChFDYWNoZVN0YXRzUmVxdWVzdCL3AQoSQ2FjaGVTdGF0c1Jlc3BvbnNlEjAKDGNvbGxlY3RfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoGZW5naW5lGAIgASgLMhguaWNlaG91c2UudjEuRW5naW5lU3RhdHMSJgoFY2FjaGUYAyABKAsyFy5pY2Vob3VzZS52MS5DYWNoZVN0YXRzEjIKEHNsb3dlc3RfcmVxdWVzdHMYCiADKAsyGC5pY2Vob3VzZS52MS5TbG93UmVxdWVzdBIpCgd0ZW5hbnRzGBQgAygLMhguaWNlaG91c2UudjEuVGVuYW50U3RhdHMyiQMKEEluZmVyZW5jZVNlcnZpY2USRwoIR2VuZXJhdGUSHC5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlc3BvbnNlEkUKBlN0cmVhbRIcLmljZWhvdXNlLnYxLkdlbmVyYXRlUmVxdWVzdBobLmljZWhvdXNlLnYxLlN0cmVhbVJlc3BvbnNlMAESRwoIVG9rZW5pemUSHC5pY2Vob3VzZS52MS5Ub2tlbml6ZVJlcXVlc3QaHS5pY2Vob3VzZS52MS5Ub2tlbml6ZVJlc3BvbnNlEk0KCkRldG9rZW5pemUSHi5pY2Vob3VzZS52MS5EZXRva2VuaXplUmVxdWVzdBofLmljZWhvdXNlLnYxLkRldG9rZW5pemVSZXNwb25zZRJNCgpDYWNoZVN0YXRzEh4uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1JlcXVlc3QaHy5pY2Vob3VzZS52MS5DYWNoZVN0YXRzUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_policy, file_icehouse_v1_cache_stats, file_icehouse_v1_completion, file_icehouse_v1_engine_stats, file_icehouse_v1_logprobs, file_icehouse_v1_prompt, file_icehouse_v1_response_format, file_icehouse_v1_sampling, file_icehouse_v1_slow_request, file_icehouse_v1_speculation, file_icehouse_v1_tenant_stats, file_icehouse_v1_tool, file_icehouse_v1_usage]);
+  fileDesc("CiNpY2Vob3VzZS92MS9pbmZlcmVuY2Vfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEirAQKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEiMKBnByb21wdBgDIAEoCzITLmljZWhvdXNlLnYxLlByb21wdBIZChFtYXhfb3V0cHV0X3Rva2VucxgEIAEoBRItCghzYW1wbGluZxgFIAEoCzIbLmljZWhvdXNlLnYxLlNhbXBsaW5nUGFyYW1zEgwKBHN0b3AYBiADKAkSFgoOc3RvcF90b2tlbl9pZHMYByADKAUSNAoPcmVzcG9uc2VfZm9ybWF0GAggASgLMhsuaWNlaG91c2UudjEuUmVzcG9uc2VGb3JtYXQSLAoLdG9vbF9jaG9pY2UYCSABKAsyFy5pY2Vob3VzZS52MS5Ub29sQ2hvaWNlEiEKFG1heF9yZWFzb25pbmdfdG9rZW5zGAogASgFSACIAQESLgoIbG9ncHJvYnMYCyABKAsyHC5pY2Vob3VzZS52MS5Mb2dwcm9ic09wdGlvbnMSEwoLY29tcGxldGlvbnMYDCABKAUSLQoLc3BlY3VsYXRpb24YDSABKAsyGC5pY2Vob3VzZS52MS5TcGVjdWxhdGlvbhInCgVjYWNoZRgOIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GA8gASgFEhIKCnNlc3Npb25faWQYECABKAlCFwoVX21heF9yZWFzb25pbmdfdG9rZW5zIrgFChBHZW5lcmF0ZVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSDAoEdGV4dBgDIAEoCRIRCgl0b2tlbl9pZHMYBCADKAUSMAoNZmluaXNoX3JlYXNvbhgFIAEoDjIZLmljZWhvdXNlLnYxLkZpbmlzaFJlYXNvbhITCgtzdG9wX3N0cmluZxgGIAEoCRIaCg1zdG9wX3Rva2VuX2lkGAcgASgFSACIAQESIQoFdXNhZ2UYCCABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRInCgVjYWNoZRgJIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EgwKBHNlZWQYCiABKAQSKQoKdG9vbF9jYWxscxgLIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEjwKFG1hbGZvcm1lZF90b29sX2NhbGxzGAwgAygLMh4uaWNlaG91c2UudjEuTWFsZm9ybWVkVG9vbENhbGwSEQoJcmVhc29uaW5nGA0gASgJEiwKCGxvZ3Byb2JzGA4gAygLMhouaWNlaG91c2UudjEuVG9rZW5Mb2dwcm9icxIzCg9wcm9tcHRfbG9ncHJvYnMYDyADKAsyGi5pY2Vob3VzZS52MS5Ub2tlbkxvZ3Byb2JzEiwKC2NvbXBsZXRpb25zGBAgAygLMhcuaWNlaG91c2UudjEuQ29tcGxldGlvbhIwCgxyZWNlaXZlX3RpbWUYESABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhoKEnN5c3RlbV9maW5nZXJwcmludBgSIAEoCRIZChFtYXhfb3V0cHV0X3Rva2VucxgTIAEoBRIbChN1bmVuZm9yY2VkX2tleXdvcmRzGBQgAygJQhAKDl9zdG9wX3Rva2VuX2lkIswBCg5TdHJlYW1SZXNwb25zZRInCgdzdGFydGVkGAEgASgLMhQuaWNlaG91c2UudjEuU3RhcnRlZEgAEjgKEHByZWZpbGxfcHJvZ3Jlc3MYAiABKAsyHC5pY2Vob3VzZS52MS5QcmVmaWxsUHJvZ3Jlc3NIABIjCgVkZWx0YRgDIAEoCzISLmljZWhvdXNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYBCABKAsyFS5pY2Vob3VzZS52MS5GaW5pc2hlZEgAQgcKBWV2ZW50IrMCCgdTdGFydGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSFQoNcHJvbXB0X3Rva2VucxgDIAEoBRInCgVjYWNoZRgEIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EjEKDnF1ZXVlX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBHNlZWQYBiABKAQSMAoMcmVjZWl2ZV90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIaChJzeXN0ZW1fZmluZ2VycHJpbnQYCCABKAkSGQoRbWF4X291dHB1dF90b2tlbnMYCSABKAUSGwoTdW5lbmZvcmNlZF9rZXl3b3JkcxgKIAMoCSJ3Cg9QcmVmaWxsUHJvZ3Jlc3MSGAoQcHJvY2Vzc2VkX3Rva2VucxgBIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAIgASgFEjMKD3Byb21wdF9sb2dwcm9icxgDIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMi7wEKBURlbHRhEgwKBHRleHQYASABKAkSEQoJdG9rZW5faWRzGAIgAygFEhEKCXJlYXNvbmluZxgDIAEoCRItCgl0b29sX2NhbGwYBCABKAsyGi5pY2Vob3VzZS52MS5Ub29sQ2FsbERlbHRhEjsKE21hbGZvcm1lZF90b29sX2NhbGwYBSABKAsyHi5pY2Vob3VzZS52MS5NYWxmb3JtZWRUb29sQ2FsbBIsCghsb2dwcm9icxgGIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuTG9ncHJvYnMSGAoQY29tcGxldGlvbl9pbmRleBgHIAEoBSK8AQoIRmluaXNoZWQSMAoNZmluaXNoX3JlYXNvbhgBIAEoDjIZLmljZWhvdXNlLnYxLkZpbmlzaFJlYXNvbhITCgtzdG9wX3N0cmluZxgCIAEoCRIaCg1zdG9wX3Rva2VuX2lkGAMgASgFSACIAQESIQoFdXNhZ2UYBCABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZRIYChBjb21wbGV0aW9uX2luZGV4GAUgASgFQhAKDl9zdG9wX3Rva2VuX2lkIkUKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQiSwoQVG9rZW5pemVSZXNwb25zZRIiCgZ0b2tlbnMYASADKAsyEi5pY2Vob3VzZS52MS5Ub2tlbhITCgt0b2tlbl9jb3VudBgCIAEoBSIiCgVUb2tlbhIKCgJpZBgBIAEoBRINCgVwaWVjZRgCIAEoCSI1ChFEZXRva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKAUiIgoSRGV0b2tlbml6ZVJlc3BvbnNlEgwKBHRleHQYASABKAkiEwoRQ2FjaGVTdGF0c1JlcXVlc3QibgoSQ2FjaGVTdGF0c1Jlc3BvbnNlEjAKDGNvbGxlY3RfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJgoFY2FjaGUYAiABKAsyFy5pY2Vob3VzZS52MS5DYWNoZVN0YXRzMokDChBJbmZlcmVuY2VTZXJ2aWNlEkcKCEdlbmVyYXRlEhwuaWNlaG91c2UudjEuR2VuZXJhdGVSZXF1ZXN0Gh0uaWNlaG91c2UudjEuR2VuZXJhdGVSZXNwb25zZRJFCgZTdHJlYW0SHC5pY2Vob3VzZS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5pY2Vob3VzZS52MS5TdHJlYW1SZXNwb25zZTABEkcKCFRva2VuaXplEhwuaWNlaG91c2UudjEuVG9rZW5pemVSZXF1ZXN0Gh0uaWNlaG91c2UudjEuVG9rZW5pemVSZXNwb25zZRJNCgpEZXRva2VuaXplEh4uaWNlaG91c2UudjEuRGV0b2tlbml6ZVJlcXVlc3QaHy5pY2Vob3VzZS52MS5EZXRva2VuaXplUmVzcG9uc2USTQoKQ2FjaGVTdGF0cxIeLmljZWhvdXNlLnYxLkNhY2hlU3RhdHNSZXF1ZXN0Gh8uaWNlaG91c2UudjEuQ2FjaGVTdGF0c1Jlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_policy, file_icehouse_v1_cache_stats, file_icehouse_v1_completion, file_icehouse_v1_logprobs, file_icehouse_v1_prompt, file_icehouse_v1_response_format, file_icehouse_v1_sampling, file_icehouse_v1_speculation, file_icehouse_v1_tool, file_icehouse_v1_usage]);
 
 /**
  * One prompt and how to continue it. Only the prompt is required.
@@ -50,197 +44,144 @@ export const file_icehouse_v1_inference_service: GenFile = /*@__PURE__*/
 export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   /**
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-   * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-   * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-   * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-   * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-   * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+   * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+   * is sent again does not run twice at once, and it is not joined to the first one either.
+   * Once the first one has ended, the id is free and the same request runs anew: with
+   * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+   * connection the id is free one step after the server has noticed. Default: an id is generated.
    *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    *
    * @generated from field: string model = 2;
    */
   model: string;
 
   /**
-   * What to continue; one of these is required (PROMPT_MISSING) and must not be empty
-   * (PROMPT_EMPTY). Two of them in one message are refused with PROMPT_AMBIGUOUS; most tools never
-   * send that, because their own message keeps the last one set. A prompt that leaves no room for one
-   * output token in the model's context is refused with PROMPT_TOO_LONG.
+   * What to continue; required (PROMPT_MISSING).
    *
-   * @generated from oneof icehouse.v1.GenerateRequest.prompt
+   * @generated from field: icehouse.v1.Prompt prompt = 3;
    */
-  prompt: {
-    /**
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     *
-     * @generated from field: string text = 3;
-     */
-    value: string;
-    case: "text";
-  } | {
-    /**
-     * A conversation.
-     *
-     * @generated from field: icehouse.v1.ChatPrompt chat = 4;
-     */
-    value: ChatPrompt;
-    case: "chat";
-  } | {
-    /**
-     * Token ids, used as they are.
-     *
-     * @generated from field: icehouse.v1.TokenPrompt tokens = 5;
-     */
-    value: TokenPrompt;
-    case: "tokens";
-  } | {
-    /**
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     *
-     * @generated from field: icehouse.v1.InfillPrompt infill = 21;
-     */
-    value: InfillPrompt;
-    case: "infill";
-  } | { case: undefined; value?: undefined };
+  prompt?: Prompt | undefined;
 
   /**
-   * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-   * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-   * tells. Absent or 0: the server's default (256 by default).
+   * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+   * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+   * `max_output_tokens` has the result. Default: the server's default (256 by default).
    *
-   * @generated from field: int32 max_output_tokens = 6;
+   * @generated from field: int32 max_output_tokens = 4;
    */
   maxOutputTokens: number;
 
   /**
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    *
-   * @generated from field: icehouse.v1.SamplingParams sampling = 7;
+   * @generated from field: icehouse.v1.SamplingParams sampling = 5;
    */
   sampling?: SamplingParams | undefined;
 
   /**
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    *
-   * @generated from field: repeated string stop = 8;
+   * @generated from field: repeated string stop = 6;
    */
   stop: string[];
 
   /**
-   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
    *
-   * @generated from field: icehouse.v1.ResponseFormat response_format = 9;
+   * @generated from field: repeated int32 stop_token_ids = 7;
+   */
+  stopTokenIds: number[];
+
+  /**
+   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+   *
+   * @generated from field: icehouse.v1.ResponseFormat response_format = 8;
    */
   responseFormat?: ResponseFormat | undefined;
 
   /**
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    *
-   * @generated from field: repeated icehouse.v1.Tool tools = 10;
+   * @generated from field: icehouse.v1.ToolChoice tool_choice = 9;
    */
-  tools: Tool[];
+  toolChoice?: ToolChoice | undefined;
 
   /**
-   * Tell log probabilities of tokens. Absent: none.
+   * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+   * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+   * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+   * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+   * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+   * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+   * the end of its reasoning. Default: unlimited.
+   *
+   * @generated from field: optional int32 max_reasoning_tokens = 10;
+   */
+  maxReasoningTokens?: number | undefined;
+
+  /**
+   * Return log probabilities of tokens. Default: none.
    *
    * @generated from field: icehouse.v1.LogprobsOptions logprobs = 11;
    */
   logprobs?: LogprobsOptions | undefined;
 
   /**
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
+   * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+   * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+   * They are accepted or refused together, take a place in the queue and a slot each, and the first
+   * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+   * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+   * them. Default: 1, returned only in the fields of GenerateResponse itself.
    *
-   * @generated from field: icehouse.v1.CachePolicy cache = 12;
-   */
-  cache?: CachePolicy | undefined;
-
-  /**
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
-   *
-   * @generated from field: int32 priority = 13;
-   */
-  priority: number;
-
-  /**
-   * Whether, and which tool, the model calls. Absent: it decides.
-   *
-   * @generated from field: icehouse.v1.ToolChoice tool_choice = 14;
-   */
-  toolChoice?: ToolChoice | undefined;
-
-  /**
-   * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-   * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-   * They are let in together or refused together, take a place in the queue and a slot each, and the first
-   * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-   * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-   * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-   *
-   * @generated from field: int32 completions = 15;
+   * @generated from field: int32 completions = 12;
    */
   completions: number;
 
   /**
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    *
-   * @generated from field: icehouse.v1.Speculation speculation = 16;
+   * @generated from field: icehouse.v1.Speculation speculation = 13;
    */
   speculation?: Speculation | undefined;
 
   /**
-   * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-   * different adapters share no cache. Absent: the model by itself.
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
    *
-   * @generated from field: string adapter = 17;
+   * @generated from field: icehouse.v1.CachePolicy cache = 14;
    */
-  adapter: string;
+  cache?: CachePolicy | undefined;
 
   /**
-   * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-   * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-   * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-   * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-   * (one that is not written as above is passed over), else none.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    *
-   * @generated from field: string session_id = 18;
+   * @generated from field: int32 priority = 15;
+   */
+  priority: number;
+
+  /**
+   * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+   * (malformed ones are ignored), otherwise none.
+   *
+   * @generated from field: string session_id = 16;
    */
   sessionId: string;
-
-  /**
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   *
-   * @generated from field: repeated int32 stop_token_ids = 19;
-   */
-  stopTokenIds: number[];
-
-  /**
-   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-   * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-   * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-   * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-   * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-   * reasoning. Absent: as long as the model likes.
-   *
-   * @generated from field: optional int32 max_reasoning_tokens = 20;
-   */
-  maxReasoningTokens?: number | undefined;
 };
 
 /**
@@ -251,13 +192,13 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_inference_service, 0);
 
 /**
- * The complete output; of several completions the first one, but for `completions`.
+ * The complete output; with several completions the first one, except for `completions`.
  *
  * @generated from message icehouse.v1.GenerateResponse
  */
 export type GenerateResponse = Message<"icehouse.v1.GenerateResponse"> & {
   /**
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    *
    * @generated from field: string request_id = 1;
    */
@@ -271,7 +212,7 @@ export type GenerateResponse = Message<"icehouse.v1.GenerateResponse"> & {
   model: string;
 
   /**
-   * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+   * The generated text, without the prompt and without a stop string. For a chat: what the model says,
    * without its reasoning, its tool calls and the markers around them.
    *
    * @generated from field: string text = 3;
@@ -286,125 +227,125 @@ export type GenerateResponse = Message<"icehouse.v1.GenerateResponse"> & {
   tokenIds: number[];
 
   /**
-   * Why it ended.
+   * Why the output ended.
    *
    * @generated from field: icehouse.v1.FinishReason finish_reason = 5;
    */
   finishReason: FinishReason;
 
   /**
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    *
-   * @generated from field: optional string stop_string = 6;
+   * @generated from field: string stop_string = 6;
    */
-  stopString?: string | undefined;
+  stopString: string;
 
   /**
-   * What it cost.
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
    *
-   * @generated from field: icehouse.v1.Usage usage = 7;
+   * @generated from field: optional int32 stop_token_id = 7;
+   */
+  stopTokenId?: number | undefined;
+
+  /**
+   * What the request cost.
+   *
+   * @generated from field: icehouse.v1.Usage usage = 8;
    */
   usage?: Usage | undefined;
 
   /**
    * What was reused of the prompt.
    *
-   * @generated from field: icehouse.v1.CacheReport cache = 8;
+   * @generated from field: icehouse.v1.CacheReport cache = 9;
    */
   cache?: CacheReport | undefined;
 
   /**
    * The seed that was used, the request's or the one drawn for it.
    *
-   * @generated from field: uint64 seed = 9;
+   * @generated from field: uint64 seed = 10;
    */
   seed: bigint;
 
   /**
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    *
-   * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 10;
+   * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 11;
    */
   toolCalls: ToolCall[];
 
   /**
-   * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-   * reasoning. Absent: none.
+   * Parts of `text` that began as tool calls and cannot be parsed.
    *
-   * @generated from field: string reasoning = 11;
+   * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 12;
+   */
+  malformedToolCalls: MalformedToolCall[];
+
+  /**
+   * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+   * reasoning. Empty: none.
+   *
+   * @generated from field: string reasoning = 13;
    */
   reasoning: string;
 
   /**
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    *
-   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 12;
+   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 14;
    */
   logprobs: TokenLogprobs[];
 
   /**
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    *
-   * @generated from field: repeated icehouse.v1.TokenLogprobs prompt_logprobs = 13;
+   * @generated from field: repeated icehouse.v1.TokenLogprobs prompt_logprobs = 15;
    */
   promptLogprobs: TokenLogprobs[];
 
   /**
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    *
-   * @generated from field: repeated icehouse.v1.Completion completions = 14;
+   * @generated from field: repeated icehouse.v1.Completion completions = 16;
    */
   completions: Completion[];
 
   /**
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
+   * When the server received the request, by the server's clock.
    *
-   * @generated from field: optional int32 stop_token_id = 15;
+   * @generated from field: google.protobuf.Timestamp receive_time = 17;
    */
-  stopTokenId?: number | undefined;
+  receiveTime?: Timestamp | undefined;
 
   /**
-   * When the request reached the server, by the server's clock.
+   * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+   * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+   * the package that loads the model. While it stays the same, the same request with the same seed is expected
+   * to give the same output; when it changes, outputs may change.
    *
-   * @generated from field: google.protobuf.Timestamp create_time = 16;
-   */
-  createTime?: Timestamp | undefined;
-
-  /**
-   * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-   * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-   * what reads the model. While it stays, the same request with the same seed is expected to give the same
-   * output; when it changes, outputs may change.
-   *
-   * @generated from field: string system_fingerprint = 17;
+   * @generated from field: string system_fingerprint = 18;
    */
   systemFingerprint: string;
 
   /**
-   * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+   * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
    * the server's limit or the model's context is less.
    *
-   * @generated from field: int32 max_output_tokens = 18;
+   * @generated from field: int32 max_output_tokens = 19;
    */
   maxOutputTokens: number;
 
   /**
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    *
-   * @generated from field: repeated string unenforced_keywords = 19;
+   * @generated from field: repeated string unenforced_keywords = 20;
    */
   unenforcedKeywords: string[];
-
-  /**
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   *
-   * @generated from field: repeated icehouse.v1.MalformedToolCall malformed_tool_calls = 30;
-   */
-  malformedToolCalls: MalformedToolCall[];
 };
 
 /**
@@ -421,13 +362,13 @@ export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*
  */
 export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
   /**
-   * What happened. Fields may be added: skip events that are not known.
+   * What happened. Fields may be added: skip unknown events.
    *
    * @generated from oneof icehouse.v1.StreamResponse.event
    */
   event: {
     /**
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      *
      * @generated from field: icehouse.v1.Started started = 1;
      */
@@ -444,7 +385,7 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
     case: "prefillProgress";
   } | {
     /**
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      *
      * @generated from field: icehouse.v1.Delta delta = 3;
      */
@@ -452,7 +393,7 @@ export type StreamResponse = Message<"icehouse.v1.StreamResponse"> & {
     case: "delta";
   } | {
     /**
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      *
      * @generated from field: icehouse.v1.Finished finished = 4;
      */
@@ -475,7 +416,7 @@ export const StreamResponseSchema: GenMessage<StreamResponse> = /*@__PURE__*/
  */
 export type Started = Message<"icehouse.v1.Started"> & {
   /**
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    *
    * @generated from field: string request_id = 1;
    */
@@ -503,7 +444,7 @@ export type Started = Message<"icehouse.v1.Started"> & {
   cache?: CacheReport | undefined;
 
   /**
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    *
    * @generated from field: google.protobuf.Duration queue_duration = 5;
    */
@@ -517,11 +458,11 @@ export type Started = Message<"icehouse.v1.Started"> & {
   seed: bigint;
 
   /**
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    *
-   * @generated from field: google.protobuf.Timestamp create_time = 7;
+   * @generated from field: google.protobuf.Timestamp receive_time = 7;
    */
-  createTime?: Timestamp | undefined;
+  receiveTime?: Timestamp | undefined;
 
   /**
    * As `system_fingerprint` of GenerateResponse.
@@ -553,13 +494,13 @@ export const StartedSchema: GenMessage<Started> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_inference_service, 3);
 
 /**
- * How far the prompt is computed.
+ * How much of the prompt is computed.
  *
  * @generated from message icehouse.v1.PrefillProgress
  */
 export type PrefillProgress = Message<"icehouse.v1.PrefillProgress"> & {
   /**
-   * Prompt tokens done, reused ones included.
+   * Prompt tokens done, including reused ones.
    *
    * @generated from field: int32 processed_tokens = 1;
    */
@@ -573,8 +514,8 @@ export type PrefillProgress = Message<"icehouse.v1.PrefillProgress"> & {
   promptTokens: number;
 
   /**
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    *
    * @generated from field: repeated icehouse.v1.TokenLogprobs prompt_logprobs = 3;
    */
@@ -610,39 +551,39 @@ export type Delta = Message<"icehouse.v1.Delta"> & {
   tokenIds: number[];
 
   /**
-   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
    *
    * @generated from field: string reasoning = 3;
    */
   reasoning: string;
 
   /**
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    *
    * @generated from field: icehouse.v1.ToolCallDelta tool_call = 4;
    */
   toolCall?: ToolCallDelta | undefined;
 
   /**
-   * One for each of `token_ids`. Absent: not asked for.
+   * Set where `text` of this delta is a call that cannot be parsed.
    *
-   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 5;
+   * @generated from field: icehouse.v1.MalformedToolCall malformed_tool_call = 5;
+   */
+  malformedToolCall?: MalformedToolCall | undefined;
+
+  /**
+   * One for each of `token_ids`. Empty: not requested.
+   *
+   * @generated from field: repeated icehouse.v1.TokenLogprobs logprobs = 6;
    */
   logprobs: TokenLogprobs[];
 
   /**
    * Which completion it belongs to, from 0.
    *
-   * @generated from field: int32 completion_index = 6;
+   * @generated from field: int32 completion_index = 7;
    */
   completionIndex: number;
-
-  /**
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-   *
-   * @generated from field: icehouse.v1.MalformedToolCall malformed_tool_call = 30;
-   */
-  malformedToolCall?: MalformedToolCall | undefined;
 };
 
 /**
@@ -659,40 +600,40 @@ export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
  */
 export type Finished = Message<"icehouse.v1.Finished"> & {
   /**
-   * Why it ended.
+   * Why the output ended.
    *
    * @generated from field: icehouse.v1.FinishReason finish_reason = 1;
    */
   finishReason: FinishReason;
 
   /**
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    *
-   * @generated from field: optional string stop_string = 2;
+   * @generated from field: string stop_string = 2;
    */
-  stopString?: string | undefined;
+  stopString: string;
 
   /**
-   * What it cost.
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
    *
-   * @generated from field: icehouse.v1.Usage usage = 3;
+   * @generated from field: optional int32 stop_token_id = 3;
+   */
+  stopTokenId?: number | undefined;
+
+  /**
+   * What the request cost.
+   *
+   * @generated from field: icehouse.v1.Usage usage = 4;
    */
   usage?: Usage | undefined;
 
   /**
    * Which completion it belongs to, from 0.
    *
-   * @generated from field: int32 completion_index = 4;
+   * @generated from field: int32 completion_index = 5;
    */
   completionIndex: number;
-
-  /**
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
-   *
-   * @generated from field: optional int32 stop_token_id = 5;
-   */
-  stopTokenId?: number | undefined;
 };
 
 /**
@@ -709,51 +650,20 @@ export const FinishedSchema: GenMessage<Finished> = /*@__PURE__*/
  */
 export type TokenizeRequest = Message<"icehouse.v1.TokenizeRequest"> & {
   /**
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    *
    * @generated from field: string model = 1;
    */
   model: string;
 
   /**
-   * What to tokenize; required (PROMPT_MISSING). Unlike for Generate it may be empty text, and
-   * longer than the model's context: at most 8 characters for each of its tokens, or 1,048,576
-   * characters where that is more, else PROMPT_TOO_LONG.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    *
-   * @generated from oneof icehouse.v1.TokenizeRequest.prompt
+   * @generated from field: icehouse.v1.Prompt prompt = 2;
    */
-  prompt: {
-    /**
-     * Plain text.
-     *
-     * @generated from field: string text = 2;
-     */
-    value: string;
-    case: "text";
-  } | {
-    /**
-     * A conversation.
-     *
-     * @generated from field: icehouse.v1.ChatPrompt chat = 3;
-     */
-    value: ChatPrompt;
-    case: "chat";
-  } | {
-    /**
-     * Two texts with a gap.
-     *
-     * @generated from field: icehouse.v1.InfillPrompt infill = 4;
-     */
-    value: InfillPrompt;
-    case: "infill";
-  } | { case: undefined; value?: undefined };
-
-  /**
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   *
-   * @generated from field: repeated icehouse.v1.Tool tools = 10;
-   */
-  tools: Tool[];
+  prompt?: Prompt | undefined;
 };
 
 /**
@@ -770,7 +680,7 @@ export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
  */
 export type TokenizeResponse = Message<"icehouse.v1.TokenizeResponse"> & {
   /**
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    *
    * @generated from field: repeated icehouse.v1.Token tokens = 1;
    */
@@ -805,7 +715,7 @@ export type Token = Message<"icehouse.v1.Token"> & {
   id: number;
 
   /**
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    *
    * @generated from field: string piece = 2;
    */
@@ -826,14 +736,14 @@ export const TokenSchema: GenMessage<Token> = /*@__PURE__*/
  */
 export type DetokenizeRequest = Message<"icehouse.v1.DetokenizeRequest"> & {
   /**
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    *
    * @generated from field: string model = 1;
    */
   model: string;
 
   /**
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    *
    * @generated from field: repeated int32 token_ids = 2;
@@ -856,7 +766,7 @@ export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE_
 export type DetokenizeResponse = Message<"icehouse.v1.DetokenizeResponse"> & {
   /**
    * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-   * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+   * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
    *
    * @generated from field: string text = 1;
    */
@@ -871,7 +781,7 @@ export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PUR
   messageDesc(file_icehouse_v1_inference_service, 11);
 
 /**
- * Asks for the counters.
+ * Asks for the counters of the prefix cache.
  *
  * @generated from message icehouse.v1.CacheStatsRequest
  */
@@ -886,7 +796,7 @@ export const CacheStatsRequestSchema: GenMessage<CacheStatsRequest> = /*@__PURE_
   messageDesc(file_icehouse_v1_inference_service, 12);
 
 /**
- * Counters between two steps.
+ * The counters of the prefix cache between two steps.
  *
  * @generated from message icehouse.v1.CacheStatsResponse
  */
@@ -899,35 +809,11 @@ export type CacheStatsResponse = Message<"icehouse.v1.CacheStatsResponse"> & {
   collectTime?: Timestamp | undefined;
 
   /**
-   * The engine's counters.
+   * The counters. Not set: the server runs without a prefix cache.
    *
-   * @generated from field: icehouse.v1.EngineStats engine = 2;
-   */
-  engine?: EngineStats | undefined;
-
-  /**
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
-   *
-   * @generated from field: icehouse.v1.CacheStats cache = 3;
+   * @generated from field: icehouse.v1.CacheStats cache = 2;
    */
   cache?: CacheStats | undefined;
-
-  /**
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   *
-   * @generated from field: repeated icehouse.v1.SlowRequest slowest_requests = 10;
-   */
-  slowestRequests: SlowRequest[];
-
-  /**
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   *
-   * @generated from field: repeated icehouse.v1.TenantStats tenants = 20;
-   */
-  tenants: TenantStats[];
 };
 
 /**
@@ -938,15 +824,22 @@ export const CacheStatsResponseSchema: GenMessage<CacheStatsResponse> = /*@__PUR
   messageDesc(file_icehouse_v1_inference_service, 13);
 
 /**
- * Continues prompts. Every refusal arrives before the first response message, as a status with
- * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
- * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
- * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+ * Continues prompts.
+ *
+ * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+ * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+ * comment names.
+ *
+ * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+ * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+ * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+ * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
  * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
- * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+ * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
  * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
- * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
- * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+ *
+ * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+ * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
  *
  * @generated from service icehouse.v1.InferenceService
  */
@@ -962,11 +855,11 @@ export const InferenceService: GenService<{
     output: typeof GenerateResponseSchema;
   },
   /**
-   * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-   * where several were asked for). The texts of a completion's deltas, joined, are the text that
-   * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-   * passes, frees the sequence within a step; one who stops reading is cut off with
-   * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+   * Generates and streams the output: one `started` first, one `finished` last (for each completion,
+   * where several were requested). The texts of a completion's deltas, joined, are the text that
+   * Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+   * passes, the request ends within one step. A caller who stops reading is disconnected with
+   * RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
    *
    * @generated from rpc icehouse.v1.InferenceService.Stream
    */
@@ -986,7 +879,7 @@ export const InferenceService: GenService<{
     output: typeof TokenizeResponseSchema;
   },
   /**
-   * Turns tokens into text, as Tokenize turned the text into tokens.
+   * Turns tokens into text: the reverse of Tokenize.
    *
    * @generated from rpc icehouse.v1.InferenceService.Detokenize
    */
@@ -996,7 +889,8 @@ export const InferenceService: GenService<{
     output: typeof DetokenizeResponseSchema;
   },
   /**
-   * Counters of the engine and of the prefix cache, taken between two steps.
+   * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+   * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
    *
    * @generated from rpc icehouse.v1.InferenceService.CacheStats
    */

@@ -15,17 +15,17 @@ export const file_icehouse_v1_load_report: GenFile = /*@__PURE__*/
   fileDesc("Ch1pY2Vob3VzZS92MS9sb2FkX3JlcG9ydC5wcm90bxILaWNlaG91c2UudjEi+gEKCkxvYWRSZXBvcnQSFwoPbWVtX3V0aWxpemF0aW9uGAIgASgBEhYKDnJwc19mcmFjdGlvbmFsGAYgASgBEgsKA2VwcxgHIAEoARJACg1uYW1lZF9tZXRyaWNzGAggAygLMikuaWNlaG91c2UudjEuTG9hZFJlcG9ydC5OYW1lZE1ldHJpY3NFbnRyeRIfChdhcHBsaWNhdGlvbl91dGlsaXphdGlvbhgJIAEoARozChFOYW1lZE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBSgQIARACSgQIAxAESgQIBBAFSgQIBRAGQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw");
 
 /**
- * The trailer `endpoint-load-metrics-bin` of every call, where the server was told to send it
- * (--load-report). On the wire it is xds.data.orca.v3.OrcaLoadReport, number by number
- * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51): balancers parse it
- * as that. It is repeated here because both published Python packages of that proto replace files of
+ * The trailer `endpoint-load-metrics-bin` of every call, where the server is started with
+ * --load-report. It is compatible with xds.data.orca.v3.OrcaLoadReport, field number by field number
+ * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51), and load balancers parse it
+ * as that. It is repeated here because both published Python packages of that proto overwrite files of
  * other packages.
  *
  * @generated from message icehouse.v1.LoadReport
  */
 export type LoadReport = Message<"icehouse.v1.LoadReport"> & {
   /**
-   * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+   * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
    *
    * @generated from field: double mem_utilization = 2;
    */
@@ -39,7 +39,7 @@ export type LoadReport = Message<"icehouse.v1.LoadReport"> & {
   rpsFractional: number;
 
   /**
-   * Requests broken per second, over the last sample interval.
+   * Requests failed per second, over the last sample interval.
    *
    * @generated from field: double eps = 7;
    */
@@ -47,15 +47,15 @@ export type LoadReport = Message<"icehouse.v1.LoadReport"> & {
 
   /**
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    *
    * @generated from field: map<string, double> named_metrics = 8;
    */
   namedMetrics: { [key: string]: number };
 
   /**
-   * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-   * are better sent elsewhere.
+   * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+   * requests to another server.
    *
    * @generated from field: double application_utilization = 9;
    */

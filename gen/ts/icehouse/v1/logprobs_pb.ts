@@ -15,30 +15,30 @@ export const file_icehouse_v1_logprobs: GenFile = /*@__PURE__*/
   fileDesc("ChppY2Vob3VzZS92MS9sb2dwcm9icy5wcm90bxILaWNlaG91c2UudjEiRwoPTG9ncHJvYnNPcHRpb25zEhEKCXRvcF9jb3VudBgBIAEoBRIOCgZwcm9tcHQYAiABKAgSEQoJdG9rZW5faWRzGAMgAygFIscBCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDAoEcmFuaxgDIAEoBRINCgVwaWVjZRgEIAEoCRIkCgN0b3AYBSADKAsyFy5pY2Vob3VzZS52MS5Ub3BMb2dwcm9iEiYKBWFza2VkGAYgAygLMhcuaWNlaG91c2UudjEuVG9wTG9ncHJvYhIYCgt0ZXh0X29mZnNldBgHIAEoBUgAiAEBQg4KDF90ZXh0X29mZnNldCI+CgpUb3BMb2dwcm9iEhAKCHRva2VuX2lkGAEgASgFEg8KB2xvZ3Byb2IYAiABKAISDQoFcGllY2UYAyABKAlCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z");
 
 /**
- * Which log probabilities to tell. Set, even if empty: those of every output token.
+ * Which log probabilities to return. If the message is set, even if empty: those of every output token.
  *
  * @generated from message icehouse.v1.LogprobsOptions
  */
 export type LogprobsOptions = Message<"icehouse.v1.LogprobsOptions"> & {
   /**
-   * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE). Absent: 0.
+   * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+   * PARAMETER_OUT_OF_RANGE). Default: 0.
    *
    * @generated from field: int32 top_count = 1;
    */
   topCount: number;
 
   /**
-   * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+   * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
    *
    * @generated from field: bool prompt = 2;
    */
   prompt: boolean;
 
   /**
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    *
    * @generated from field: repeated int32 token_ids = 3;
    */
@@ -53,8 +53,8 @@ export const LogprobsOptionsSchema: GenMessage<LogprobsOptions> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_logprobs, 0);
 
 /**
- * What the model thought of one token. Of the model's own distribution: temperature, filters,
- * penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
+ * The log probability of one token, in the model's own distribution: temperature, filters,
+ * penalties, bias, bad words and response formats are applied later, so a drawn token can have any rank.
  *
  * @generated from message icehouse.v1.TokenLogprobs
  */
@@ -74,21 +74,21 @@ export type TokenLogprobs = Message<"icehouse.v1.TokenLogprobs"> & {
   logprob: number;
 
   /**
-   * Its place among all tokens, 1 for the likeliest.
+   * Its rank among all tokens, 1 for the most likely.
    *
    * @generated from field: int32 rank = 3;
    */
   rank: number;
 
   /**
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    *
    * @generated from field: string piece = 4;
    */
   piece: string;
 
   /**
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    *
    * @generated from field: repeated icehouse.v1.TopLogprob top = 5;
    */
@@ -102,10 +102,10 @@ export type TokenLogprobs = Message<"icehouse.v1.TokenLogprobs"> & {
   asked: TopLogprob[];
 
   /**
-   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-   * Absent: a token of the prompt.
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+   * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+   * text. Not set: a token of the prompt.
    *
    * @generated from field: optional int32 text_offset = 7;
    */
@@ -120,7 +120,7 @@ export const TokenLogprobsSchema: GenMessage<TokenLogprobs> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_logprobs, 1);
 
 /**
- * A token that could have stood in some place.
+ * A token that was possible at some position.
  *
  * @generated from message icehouse.v1.TopLogprob
  */
@@ -140,7 +140,7 @@ export type TopLogprob = Message<"icehouse.v1.TopLogprob"> & {
   logprob: number;
 
   /**
-   * The vocabulary's own spelling, for reading only.
+   * The vocabulary's own spelling, only for display.
    *
    * @generated from field: string piece = 3;
    */

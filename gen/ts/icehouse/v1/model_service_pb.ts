@@ -23,14 +23,14 @@ export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
  */
 export type ListModelsRequest = Message<"icehouse.v1.ListModelsRequest"> & {
   /**
-   * Most models to return, 0 to 1000. Absent or 0: 100.
+   * Maximum models to return; above 1000 it is taken as 1000. Default: 100.
    *
    * @generated from field: int32 page_size = 1;
    */
   pageSize: number;
 
   /**
-   * `next_page_token` of the page before. Absent: the first page.
+   * `next_page_token` of the previous page. Default: the first page.
    *
    * @generated from field: string page_token = 2;
    */
@@ -58,7 +58,7 @@ export type ListModelsResponse = Message<"icehouse.v1.ListModelsResponse"> & {
   models: Model[];
 
   /**
-   * Token of the next page. Absent: this is the last.
+   * Token of the next page. Empty: this is the last page.
    *
    * @generated from field: string next_page_token = 2;
    */
@@ -79,7 +79,7 @@ export const ListModelsResponseSchema: GenMessage<ListModelsResponse> = /*@__PUR
  */
 export type GetModelRequest = Message<"icehouse.v1.GetModelRequest"> & {
   /**
-   * The model's id. Absent: the served model.
+   * The model's id. Default: the served model.
    *
    * @generated from field: string model = 1;
    */
@@ -121,7 +121,7 @@ export const GetModelResponseSchema: GenMessage<GetModelResponse> = /*@__PURE__*
  */
 export type Model = Message<"icehouse.v1.Model"> & {
   /**
-   * The name callers use in `model`.
+   * The name that requests use in `model`.
    *
    * @generated from field: string id = 1;
    */
@@ -177,7 +177,7 @@ export type Model = Message<"icehouse.v1.Model"> & {
   weightBytes: bigint;
 
   /**
-   * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+   * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
    *
    * @generated from field: int64 kv_bytes_per_token = 9;
    */
@@ -191,7 +191,7 @@ export type Model = Message<"icehouse.v1.Model"> & {
   cacheClasses: string[];
 
   /**
-   * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+   * Hash of everything that KV depends on, in hex. Empty: there is no cache.
    *
    * @generated from field: string fingerprint = 11;
    */
@@ -219,36 +219,36 @@ export type Model = Message<"icehouse.v1.Model"> & {
   device: string;
 
   /**
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    *
    * @generated from field: repeated icehouse.v1.Adapter adapters = 15;
    */
   adapters: Adapter[];
 
   /**
-   * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+   * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
    *
    * @generated from field: int32 embedding_dimensions = 16;
    */
   embeddingDimensions: number;
 
   /**
-   * Whether chat prompts may have images in them.
+   * Whether chat prompts may contain images.
    *
    * @generated from field: bool reads_images = 17;
    */
   readsImages: boolean;
 
   /**
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    *
    * @generated from field: repeated icehouse.v1.PassSplit pass_splits = 18;
    */
   passSplits: PassSplit[];
 
   /**
-   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
    * no chunk of a prompt ends inside it.
    *
    * @generated from field: bool runs_images_whole = 19;
@@ -256,7 +256,7 @@ export type Model = Message<"icehouse.v1.Model"> & {
   runsImagesWhole: boolean;
 
   /**
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    *
    * @generated from field: icehouse.v1.ReplyFormat reply_format = 20;
    */
@@ -271,13 +271,13 @@ export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 4);
 
 /**
- * How the replies of a model are read, found when it was loaded.
+ * How the replies of a model are parsed, detected when it was loaded.
  *
  * @generated from message icehouse.v1.ReplyFormat
  */
 export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
   /**
-   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
    * requests with tools are refused with TOOLS_UNSUPPORTED.
    *
    * @generated from field: string calls = 1;
@@ -285,29 +285,29 @@ export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
   calls: string;
 
   /**
-   * What begins reasoning in its replies, for example "<think>". Empty: none is told apart.
+   * The marker that begins reasoning in its replies, for example "<think>". Empty: reasoning is not separated.
    *
    * @generated from field: string reasoning_start = 2;
    */
   reasoningStart: string;
 
   /**
-   * What ends reasoning.
+   * The marker that ends reasoning.
    *
    * @generated from field: string reasoning_end = 3;
    */
   reasoningEnd: string;
 
   /**
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    *
    * @generated from field: repeated string evidence = 4;
    */
   evidence: string[];
 
   /**
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    *
    * @generated from field: repeated string unread_markers = 5;
    */
@@ -322,7 +322,8 @@ export const ReplyFormatSchema: GenMessage<ReplyFormat> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 5);
 
 /**
- * Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.
+ * Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
+ * at once.
  *
  * @generated from enum icehouse.v1.PassSplit
  */
@@ -335,14 +336,14 @@ export enum PassSplit {
   UNSPECIFIED = 0,
 
   /**
-   * In attention alone.
+   * Only in attention.
    *
    * @generated from enum value: PASS_SPLIT_ATTENTION = 1;
    */
   ATTENTION = 1,
 
   /**
-   * In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+   * In the module of a layer that keeps its state, such as a convolution or a special kind of attention.
    *
    * @generated from enum value: PASS_SPLIT_MODULE = 2;
    */
@@ -363,13 +364,13 @@ export const PassSplitSchema: GenEnum<PassSplit> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_model_service, 0);
 
 /**
- * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+ * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
  *
  * @generated from service icehouse.v1.ModelService
  */
 export const ModelService: GenService<{
   /**
-   * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+   * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
    *
    * @generated from rpc icehouse.v1.ModelService.ListModels
    */

@@ -7,7 +7,7 @@
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_protobuf_struct } from "@bufbuild/protobuf/wkt";
-import type { ToolCall } from "./tool_pb.js";
+import type { Tool, ToolCall } from "./tool_pb.js";
 import { file_icehouse_v1_tool } from "./tool_pb.js";
 import type { JsonObject, Message } from "@bufbuild/protobuf";
 
@@ -15,19 +15,95 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/prompt.proto.
  */
 export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi2AEKC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIRCgRuYW1lGAMgASgJSACIAQESEQoJcmVhc29uaW5nGAQgASgJEikKCnRvb2xfY2FsbHMYBSADKAsyFS5pY2Vob3VzZS52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBiABKAkSEQoJdG9rZW5faWRzGAcgAygFEicKBXBhcnRzGAggAygLMhguaWNlaG91c2UudjEuQ29udGVudFBhcnRCBwoFX25hbWUiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJyCglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAkSKAoGZGV0YWlsGAQgASgOMhguaWNlaG91c2UudjEuSW1hZ2VEZXRhaWxCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBSpvCgtJbWFnZURldGFpbBIcChhJTUFHRV9ERVRBSUxfVU5TUEVDSUZJRUQQABIVChFJTUFHRV9ERVRBSUxfQVVUTxABEhQKEElNQUdFX0RFVEFJTF9MT1cQAhIVChFJTUFHRV9ERVRBSUxfSElHSBADQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_struct, file_icehouse_v1_tool]);
+  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxItUBCgZQcm9tcHQSDgoEdGV4dBgBIAEoCUgAEicKBGNoYXQYAiABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAMgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABIrCgZpbmZpbGwYBCABKAsyGS5pY2Vob3VzZS52MS5JbmZpbGxQcm9tcHRIABIgCgV0b29scxgFIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgGIAEoCUIGCgRmb3JtIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi8AEKC0NoYXRNZXNzYWdlEh8KBHJvbGUYASABKA4yES5pY2Vob3VzZS52MS5Sb2xlEg8KB2NvbnRlbnQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglyZWFzb25pbmcYBCABKAkSKQoKdG9vbF9jYWxscxgFIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgGIAEoCRIRCgl0b2tlbl9pZHMYByADKAUSJwoFcGFydHMYCCADKAsyGC5pY2Vob3VzZS52MS5Db250ZW50UGFydBIRCglyb2xlX25hbWUYCSABKAkiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJyCglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAkSKAoGZGV0YWlsGAQgASgOMhguaWNlaG91c2UudjEuSW1hZ2VEZXRhaWxCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBSpzCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIPCgtST0xFX1NZU1RFTRABEhIKDlJPTEVfREVWRUxPUEVSEAISDQoJUk9MRV9VU0VSEAMSEgoOUk9MRV9BU1NJU1RBTlQQBBINCglST0xFX1RPT0wQBSpvCgtJbWFnZURldGFpbBIcChhJTUFHRV9ERVRBSUxfVU5TUEVDSUZJRUQQABIVChFJTUFHRV9ERVRBSUxfQVVUTxABEhQKEElNQUdFX0RFVEFJTF9MT1cQAhIVChFJTUFHRV9ERVRBSUxfSElHSBADQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_struct, file_icehouse_v1_tool]);
 
 /**
- * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
- * is refused with CHAT_INVALID and the template's words.
+ * A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
+ * prompt takes this message, so a prompt can be tokenized, warmed, explained, pinned and evicted exactly as it
+ * is generated from.
  *
- * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
- * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
- * where it takes no system message, that text goes before the user's message behind it, or is one itself;
- * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
- * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
- * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
- * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
+ * @generated from message icehouse.v1.Prompt
+ */
+export type Prompt = Message<"icehouse.v1.Prompt"> & {
+  /**
+   * What to continue; one of these is required (PROMPT_MISSING) and must not be empty (PROMPT_EMPTY). Two of
+   * them in one message are refused with PROMPT_AMBIGUOUS; most tools never send that, because their own
+   * message keeps only the last one set. A prompt that leaves no room for one output token in the model's
+   * context is refused with PROMPT_TOO_LONG.
+   *
+   * @generated from oneof icehouse.v1.Prompt.form
+   */
+  form: {
+    /**
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     *
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * A conversation.
+     *
+     * @generated from field: icehouse.v1.ChatPrompt chat = 2;
+     */
+    value: ChatPrompt;
+    case: "chat";
+  } | {
+    /**
+     * Token ids, used as they are.
+     *
+     * @generated from field: icehouse.v1.TokenPrompt tokens = 3;
+     */
+    value: TokenPrompt;
+    case: "tokens";
+  } | {
+    /**
+     * Two texts with a gap between them, which the output fills.
+     *
+     * @generated from field: icehouse.v1.InfillPrompt infill = 4;
+     */
+    value: InfillPrompt;
+    case: "infill";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   *
+   * @generated from field: repeated icehouse.v1.Tool tools = 5;
+   */
+  tools: Tool[];
+
+  /**
+   * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+   * different adapters share no cached blocks. Default: the model without an adapter.
+   *
+   * @generated from field: string adapter = 6;
+   */
+  adapter: string;
+};
+
+/**
+ * Describes the message icehouse.v1.Prompt.
+ * Use `create(PromptSchema)` to create a new message.
+ */
+export const PromptSchema: GenMessage<Prompt> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_prompt, 0);
+
+/**
+ * A conversation, rendered by the model's own chat template. If the template raises an error, the request
+ * is refused with CHAT_INVALID and the template's message.
+ *
+ * Conversations are adapted to the template. What the template accepts is found by rendering small
+ * histories. Where it does not know "developer", the role becomes "system". Consecutive system messages become
+ * one. Where it accepts no system message, that text is put before the next user message, or becomes a user
+ * message. Where it requires roles to alternate, consecutive messages of one role become one, and an empty
+ * message is inserted where roles still do not alternate. Where it accepts no calls, not several at once, no text
+ * beside them, or no results, they are written as text, one after the other, or as a message of their own.
+ * Joined texts are separated by an empty line. A message whose text the template would still drop is refused
+ * with CHAT_INVALID. Messages with a `role_name` are passed on as they are.
  *
  * @generated from message icehouse.v1.ChatPrompt
  */
@@ -43,16 +119,16 @@ export type ChatPrompt = Message<"icehouse.v1.ChatPrompt"> & {
   /**
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    *
    * @generated from field: google.protobuf.Struct template_arguments = 2;
    */
   templateArguments?: JsonObject | undefined;
 
   /**
-   * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-   * `continue_final_message`.
+   * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+   * `continue_final_message` is set.
    *
    * @generated from field: optional bool add_generation_prompt = 3;
    */
@@ -72,7 +148,7 @@ export type ChatPrompt = Message<"icehouse.v1.ChatPrompt"> & {
  * Use `create(ChatPromptSchema)` to create a new message.
  */
 export const ChatPromptSchema: GenMessage<ChatPrompt> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 0);
+  messageDesc(file_icehouse_v1_prompt, 1);
 
 /**
  * One turn of a conversation.
@@ -81,12 +157,11 @@ export const ChatPromptSchema: GenMessage<ChatPrompt> = /*@__PURE__*/
  */
 export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   /**
-   * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-   * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+   * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
    *
-   * @generated from field: string role = 1;
+   * @generated from field: icehouse.v1.Role role = 1;
    */
-  role: string;
+  role: Role;
 
   /**
    * The text of the turn. May be empty.
@@ -96,44 +171,45 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
   content: string;
 
   /**
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+   * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+   * of ROLE_TOOL the name in its call.
    *
-   * @generated from field: optional string name = 3;
+   * @generated from field: string name = 3;
    */
-  name?: string | undefined;
+  name: string;
 
   /**
-   * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-   * "assistant"; the template decides which turns keep theirs. Absent: none.
+   * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+   * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
    *
    * @generated from field: string reasoning = 4;
    */
   reasoning: string;
 
   /**
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    *
    * @generated from field: repeated icehouse.v1.ToolCall tool_calls = 5;
    */
   toolCalls: ToolCall[];
 
   /**
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-   * put in the calls' order.
+   * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+   * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+   * are put in the order of the calls.
    *
    * @generated from field: string tool_call_id = 6;
    */
   toolCallId: string;
 
   /**
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    *
    * @generated from field: repeated int32 token_ids = 7;
@@ -146,6 +222,15 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
    * @generated from field: repeated icehouse.v1.ContentPart parts = 8;
    */
   parts: ContentPart[];
+
+  /**
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
+   *
+   * @generated from field: string role_name = 9;
+   */
+  roleName: string;
 };
 
 /**
@@ -153,7 +238,7 @@ export type ChatMessage = Message<"icehouse.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 1);
+  messageDesc(file_icehouse_v1_prompt, 2);
 
 /**
  * A part of a turn.
@@ -176,11 +261,11 @@ export type ContentPart = Message<"icehouse.v1.ContentPart"> & {
     case: "text";
   } | {
     /**
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      *
      * @generated from field: icehouse.v1.ImagePart image = 2;
      */
@@ -194,7 +279,7 @@ export type ContentPart = Message<"icehouse.v1.ContentPart"> & {
  * Use `create(ContentPartSchema)` to create a new message.
  */
 export const ContentPartSchema: GenMessage<ContentPart> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 2);
+  messageDesc(file_icehouse_v1_prompt, 3);
 
 /**
  * An image in a turn: a PNG, JPEG, WebP or GIF of one frame. It is shown to the model upright and without
@@ -210,8 +295,8 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
    */
   source: {
     /**
-     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+     * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
      * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      *
      * @generated from field: bytes data = 1;
@@ -222,11 +307,11 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
     /**
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      *
      * @generated from field: string uri = 2;
      */
@@ -235,15 +320,15 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-   * error where they are no image. Absent: what the data URI says.
+   * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+   * appears in the error where they are no image. Default: what the data URI says.
    *
    * @generated from field: string media_type = 3;
    */
   mediaType: string;
 
   /**
-   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
    *
    * @generated from field: icehouse.v1.ImageDetail detail = 4;
    */
@@ -255,28 +340,28 @@ export type ImagePart = Message<"icehouse.v1.ImagePart"> & {
  * Use `create(ImagePartSchema)` to create a new message.
  */
 export const ImagePartSchema: GenMessage<ImagePart> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 3);
+  messageDesc(file_icehouse_v1_prompt, 4);
 
 /**
- * Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
- * they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
- * CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
- * A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
- * prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
- * output as the request's `stop_token_ids` do.
+ * Two texts with a gap between them, which the output fills (fill in the middle). Works with models that are
+ * trained for it: Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+ * CodeLlama and others whose vocabularies have the same special tokens. Other models refuse it with UNSUPPORTED.
+ * The prompt is the model's start token, then the prefix and the suffix with the special tokens, so prompts with
+ * the same prefix share its cached blocks. Those special tokens, and the ones that such a model writes at the end
+ * of a file, end the output as the request's `stop_token_ids` do.
  *
  * @generated from message icehouse.v1.InfillPrompt
  */
 export type InfillPrompt = Message<"icehouse.v1.InfillPrompt"> & {
   /**
-   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
    *
    * @generated from field: string prefix = 1;
    */
   prefix: string;
 
   /**
-   * What stands behind the gap.
+   * The text after the gap.
    *
    * @generated from field: string suffix = 2;
    */
@@ -288,10 +373,10 @@ export type InfillPrompt = Message<"icehouse.v1.InfillPrompt"> & {
  * Use `create(InfillPromptSchema)` to create a new message.
  */
 export const InfillPromptSchema: GenMessage<InfillPrompt> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 4);
+  messageDesc(file_icehouse_v1_prompt, 5);
 
 /**
- * A prompt that the caller has tokenized. Nothing is added to it, no start token either.
+ * A prompt that the caller has tokenized. Nothing is added to it, not even a start token.
  *
  * @generated from message icehouse.v1.TokenPrompt
  */
@@ -310,33 +395,88 @@ export type TokenPrompt = Message<"icehouse.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_prompt, 5);
+  messageDesc(file_icehouse_v1_prompt, 6);
 
 /**
- * How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
- * model's family to say; families that show every image in one size do the same at every level.
+ * Who speaks in a turn.
+ *
+ * @generated from enum icehouse.v1.Role
+ */
+export enum Role {
+  /**
+   * The role is the one in `ChatMessage.role_name`.
+   *
+   * @generated from enum value: ROLE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Instructions for the whole conversation.
+   *
+   * @generated from enum value: ROLE_SYSTEM = 1;
+   */
+  SYSTEM = 1,
+
+  /**
+   * Instructions of the application's developer; "system" where the template does not know this role.
+   *
+   * @generated from enum value: ROLE_DEVELOPER = 2;
+   */
+  DEVELOPER = 2,
+
+  /**
+   * The user.
+   *
+   * @generated from enum value: ROLE_USER = 3;
+   */
+  USER = 3,
+
+  /**
+   * The model.
+   *
+   * @generated from enum value: ROLE_ASSISTANT = 4;
+   */
+  ASSISTANT = 4,
+
+  /**
+   * The result of a tool call.
+   *
+   * @generated from enum value: ROLE_TOOL = 5;
+   */
+  TOOL = 5,
+}
+
+/**
+ * Describes the enum icehouse.v1.Role.
+ */
+export const RoleSchema: GenEnum<Role> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_prompt, 0);
+
+/**
+ * How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
+ * family; families that show every image in one size do the same at every level.
  *
  * @generated from enum icehouse.v1.ImageDetail
  */
 export enum ImageDetail {
   /**
-   * IMAGE_DETAIL_AUTO.
+   * Same as IMAGE_DETAIL_AUTO.
    *
    * @generated from enum value: IMAGE_DETAIL_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
-   * As the model's own processor has it.
+   * As the model's own processor does it.
    *
    * @generated from enum value: IMAGE_DETAIL_AUTO = 1;
    */
   AUTO = 1,
 
   /**
-   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-   * image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-   * to at most 256.
+   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+   * image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+   * to at most 256 tokens.
    *
    * @generated from enum value: IMAGE_DETAIL_LOW = 2;
    */
@@ -354,5 +494,5 @@ export enum ImageDetail {
  * Describes the enum icehouse.v1.ImageDetail.
  */
 export const ImageDetailSchema: GenEnum<ImageDetail> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_prompt, 0);
+  enumDesc(file_icehouse_v1_prompt, 1);
 

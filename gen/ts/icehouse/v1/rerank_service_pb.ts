@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/rerank_service.proto.
  */
 export const file_icehouse_v1_rerank_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBpY2Vob3VzZS92MS9yZXJhbmtfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEivQIKDVJlcmFua1JlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRINCgVxdWVyeRgDIAEoCRIRCglkb2N1bWVudHMYBCADKAkSEwoLaW5zdHJ1Y3Rpb24YBSABKAkSEQoJdG9wX2NvdW50GAYgASgFEikKBXR1cm5zGAcgASgLMhguaWNlaG91c2UudjEuUmVyYW5rVHVybnNIABIOCgR0ZXh0GAggASgJSAASFwoPcG9zaXRpdmVfYW5zd2VyGAkgASgJEhcKD25lZ2F0aXZlX2Fuc3dlchgKIAEoCRInCgVjYWNoZRgLIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GAwgASgFEg8KB2FkYXB0ZXIYESABKAlCBgoEZm9ybSIrCgtSZXJhbmtUdXJucxIOCgZzeXN0ZW0YASABKAkSDAoEdXNlchgCIAEoCSLAAQoOUmVyYW5rUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIqCgdyZXN1bHRzGAMgAygLMhkuaWNlaG91c2UudjEuUmVyYW5rUmVzdWx0EhUKDXByb21wdF90b2tlbnMYBCABKAUSFQoNY2FjaGVkX3Rva2VucxgFIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJVCgxSZXJhbmtSZXN1bHQSDQoFaW5kZXgYASABKAUSDQoFc2NvcmUYAiABKAESEAoIbG9nX29kZHMYAyABKAESFQoNcHJvbXB0X3Rva2VucxgEIAEoBTJSCg1SZXJhbmtTZXJ2aWNlEkEKBlJlcmFuaxIaLmljZWhvdXNlLnYxLlJlcmFua1JlcXVlc3QaGy5pY2Vob3VzZS52MS5SZXJhbmtSZXNwb25zZUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy]);
+  fileDesc("CiBpY2Vob3VzZS92MS9yZXJhbmtfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEivQIKDVJlcmFua1JlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRINCgVxdWVyeRgDIAEoCRIRCglkb2N1bWVudHMYBCADKAkSEwoLaW5zdHJ1Y3Rpb24YBSABKAkSEQoJdG9wX2NvdW50GAYgASgFEikKBXR1cm5zGAcgASgLMhguaWNlaG91c2UudjEuUmVyYW5rVHVybnNIABIOCgR0ZXh0GAggASgJSAASFwoPcG9zaXRpdmVfYW5zd2VyGAkgASgJEhcKD25lZ2F0aXZlX2Fuc3dlchgKIAEoCRInCgVjYWNoZRgLIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GAwgASgFEg8KB2FkYXB0ZXIYDSABKAlCBgoEZm9ybSIrCgtSZXJhbmtUdXJucxIOCgZzeXN0ZW0YASABKAkSDAoEdXNlchgCIAEoCSLAAQoOUmVyYW5rUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIqCgdyZXN1bHRzGAMgAygLMhkuaWNlaG91c2UudjEuUmVyYW5rUmVzdWx0EhUKDXByb21wdF90b2tlbnMYBCABKAUSFQoNY2FjaGVkX3Rva2VucxgFIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJVCgxSZXJhbmtSZXN1bHQSDQoFaW5kZXgYASABKAUSDQoFc2NvcmUYAiABKAESEAoIbG9nX29kZHMYAyABKAESFQoNcHJvbXB0X3Rva2VucxgEIAEoBTJSCg1SZXJhbmtTZXJ2aWNlEkEKBlJlcmFuaxIaLmljZWhvdXNlLnYxLlJlcmFua1JlcXVlc3QaGy5pY2Vob3VzZS52MS5SZXJhbmtSZXNwb25zZUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy]);
 
 /**
  * A query and the documents to rank for it.
@@ -25,28 +25,28 @@ export const file_icehouse_v1_rerank_service: GenFile = /*@__PURE__*/
  */
 export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   /**
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    *
    * @generated from field: string model = 2;
    */
   model: string;
 
   /**
-   * What the documents are to answer. Required (PROMPT_EMPTY).
+   * What the documents should answer. Required (PROMPT_EMPTY).
    *
    * @generated from field: string query = 3;
    */
   query: string;
 
   /**
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    *
    * @generated from field: repeated string documents = 4;
@@ -54,7 +54,7 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   documents: string[];
 
   /**
-   * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+   * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
    * answer the query", which Qwen3-Reranker was trained with.
    *
    * @generated from field: string instruction = 5;
@@ -62,7 +62,7 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   instruction: string;
 
   /**
-   * How many of the best to return. Absent or 0: all.
+   * How many of the best documents to return. Default: all.
    *
    * @generated from field: int32 top_count = 6;
    */
@@ -70,15 +70,15 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
 
   /**
    * How a document becomes a prompt. `{instruction}`, `{query}` and `{document}` stand for the request's
-   * own; the last two must occur (PARAMETER_OUT_OF_RANGE), and what comes before `{document}` is computed
-   * once for all. Absent: two turns as Qwen3-Reranker was trained with, thinking switched off.
+   * fields; the last two must occur (PARAMETER_OUT_OF_RANGE), and what comes before `{document}` is computed
+   * once for all documents. Default: two turns as Qwen3-Reranker was trained with, thinking switched off.
    *
    * @generated from oneof icehouse.v1.RerankRequest.form
    */
   form: {
     /**
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      *
      * @generated from field: icehouse.v1.RerankTurns turns = 7;
      */
@@ -86,7 +86,7 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
     case: "turns";
   } | {
     /**
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      *
      * @generated from field: string text = 8;
      */
@@ -95,39 +95,39 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The first token of the answer that speaks for a document, one token of the model
-   * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+   * The answer for a relevant document, one token of the model
+   * (PARAMETER_OUT_OF_RANGE). Default: "yes".
    *
    * @generated from field: string positive_answer = 9;
    */
   positiveAnswer: string;
 
   /**
-   * The first token of the answer that speaks against it, another one token. Absent: "no".
+   * The answer for an irrelevant document, another token of the model. Default: "no".
    *
    * @generated from field: string negative_answer = 10;
    */
   negativeAnswer: string;
 
   /**
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    *
    * @generated from field: icehouse.v1.CachePolicy cache = 11;
    */
   cache?: CachePolicy | undefined;
 
   /**
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    *
    * @generated from field: int32 priority = 12;
    */
   priority: number;
 
   /**
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    *
-   * @generated from field: string adapter = 17;
+   * @generated from field: string adapter = 13;
    */
   adapter: string;
 };
@@ -146,7 +146,7 @@ export const RerankRequestSchema: GenMessage<RerankRequest> = /*@__PURE__*/
  */
 export type RerankTurns = Message<"icehouse.v1.RerankTurns"> & {
   /**
-   * The system turn. Absent: there is none.
+   * The system turn. Default: none.
    *
    * @generated from field: string system = 1;
    */
@@ -174,7 +174,7 @@ export const RerankTurnsSchema: GenMessage<RerankTurns> = /*@__PURE__*/
  */
 export type RerankResponse = Message<"icehouse.v1.RerankResponse"> & {
   /**
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    *
    * @generated from field: string request_id = 1;
    */
@@ -188,7 +188,7 @@ export type RerankResponse = Message<"icehouse.v1.RerankResponse"> & {
   model: string;
 
   /**
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    *
    * @generated from field: repeated icehouse.v1.RerankResult results = 3;
    */
@@ -209,7 +209,7 @@ export type RerankResponse = Message<"icehouse.v1.RerankResponse"> & {
   cachedTokens: number;
 
   /**
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    *
    * @generated from field: google.protobuf.Duration total_duration = 6;
    */
@@ -224,13 +224,13 @@ export const RerankResponseSchema: GenMessage<RerankResponse> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_rerank_service, 2);
 
 /**
- * One document's place.
+ * The score of one document.
  *
  * @generated from message icehouse.v1.RerankResult
  */
 export type RerankResult = Message<"icehouse.v1.RerankResult"> & {
   /**
-   * Its place in `RerankRequest.documents`, from 0.
+   * Its index in `RerankRequest.documents`, from 0.
    *
    * @generated from field: int32 index = 1;
    */
@@ -244,8 +244,8 @@ export type RerankResult = Message<"icehouse.v1.RerankResult"> & {
   score: number;
 
   /**
-   * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-   * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * The difference of the two answers' logits, of which `score` is the logistic function; it still
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
    *
    * @generated from field: double log_odds = 3;
    */
@@ -267,19 +267,19 @@ export const RerankResultSchema: GenMessage<RerankResult> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_rerank_service, 3);
 
 /**
- * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
- * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
- * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+ * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+ * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+ * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
  * loads language models. Errors carry google.rpc details as InferenceService's do.
  *
  * @generated from service icehouse.v1.RerankService
  */
 export const RerankService: GenService<{
   /**
-   * Scores each document by the probabilities of two answers as the model's first token, and returns them
-   * best first. Every document is one short request in the batch, taken in all together or not at all, and
+   * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+   * best first. Every document is one short request in the batch; they are accepted or refused together. Each
    * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-   * computed once. Else the refusals of InferenceService.Generate.
+   * computed once. Errors are those of InferenceService.Generate.
    *
    * @generated from rpc icehouse.v1.RerankService.Rerank
    */

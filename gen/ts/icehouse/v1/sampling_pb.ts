@@ -12,69 +12,69 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/sampling.proto.
  */
 export const file_icehouse_v1_sampling: GenFile = /*@__PURE__*/
-  fileDesc("ChppY2Vob3VzZS92MS9zYW1wbGluZy5wcm90bxILaWNlaG91c2UudjEivwUKDlNhbXBsaW5nUGFyYW1zEhgKC3RlbXBlcmF0dXJlGAEgASgBSACIAQESEgoFdG9wX3AYAiABKAFIAYgBARISCgV0b3BfaxgDIAEoBUgCiAEBEhIKBW1pbl9wGAQgASgBSAOIAQESEQoEc2VlZBgFIAEoBEgEiAEBEhwKD3h0Y19wcm9iYWJpbGl0eRgGIAEoAUgFiAEBEhoKDXh0Y190aHJlc2hvbGQYByABKAFIBogBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYCCABKAFIB4gBARIZChFyZXBldGl0aW9uX3dpbmRvdxgJIAEoBRIYChBwcmVzZW5jZV9wZW5hbHR5GAogASgBEhcKD3ByZXNlbmNlX3dpbmRvdxgLIAEoBRIZChFmcmVxdWVuY3lfcGVuYWx0eRgMIAEoARIYChBmcmVxdWVuY3lfd2luZG93GA0gASgFEj4KCmxvZ2l0X2JpYXMYDiADKAsyKi5pY2Vob3VzZS52MS5TYW1wbGluZ1BhcmFtcy5Mb2dpdEJpYXNFbnRyeRIRCgliYWRfd29yZHMYDyADKAkSNwoTYmFkX3Rva2VuX3NlcXVlbmNlcxgQIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuU2VxdWVuY2USGQoRbWluX291dHB1dF90b2tlbnMYESABKAUSGQoRaWdub3JlX2VuZF90b2tlbnMYEiABKAgaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgBOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCBwoFX3NlZWRCEgoQX3h0Y19wcm9iYWJpbGl0eUIQCg5feHRjX3RocmVzaG9sZEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5IhwKDVRva2VuU2VxdWVuY2USCwoDaWRzGAEgAygFQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw");
+  fileDesc("ChppY2Vob3VzZS92MS9zYW1wbGluZy5wcm90bxILaWNlaG91c2UudjEiyAQKDlNhbXBsaW5nUGFyYW1zEhMKC3RlbXBlcmF0dXJlGAEgASgBEg0KBXRvcF9wGAIgASgBEg0KBXRvcF9rGAMgASgFEg0KBW1pbl9wGAQgASgBEhEKBHNlZWQYBSABKARIAIgBARIXCg94dGNfcHJvYmFiaWxpdHkYBiABKAESGgoNeHRjX3RocmVzaG9sZBgHIAEoAUgBiAEBEhoKEnJlcGV0aXRpb25fcGVuYWx0eRgIIAEoARIZChFyZXBldGl0aW9uX3dpbmRvdxgJIAEoBRIYChBwcmVzZW5jZV9wZW5hbHR5GAogASgBEhcKD3ByZXNlbmNlX3dpbmRvdxgLIAEoBRIZChFmcmVxdWVuY3lfcGVuYWx0eRgMIAEoARIYChBmcmVxdWVuY3lfd2luZG93GA0gASgFEj4KCmxvZ2l0X2JpYXMYDiADKAsyKi5pY2Vob3VzZS52MS5TYW1wbGluZ1BhcmFtcy5Mb2dpdEJpYXNFbnRyeRIRCgliYWRfd29yZHMYDyADKAkSNwoTYmFkX3Rva2VuX3NlcXVlbmNlcxgQIAMoCzIaLmljZWhvdXNlLnYxLlRva2VuU2VxdWVuY2USGQoRbWluX291dHB1dF90b2tlbnMYESABKAUSGQoRaWdub3JlX2VuZF90b2tlbnMYEiABKAgaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgBOgI4AUIHCgVfc2VlZEIQCg5feHRjX3RocmVzaG9sZCIcCg1Ub2tlblNlcXVlbmNlEgsKA2lkcxgBIAMoBUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
 
 /**
  * How the next token is drawn. With nothing set the choice is greedy and therefore repeatable.
  * A value outside its range is refused with PARAMETER_OUT_OF_RANGE, a token id outside the
  * vocabulary with TOKEN_OUT_OF_RANGE.
  *
- * The order is: logit_bias, repetition, presence and frequency penalty, the mask of a response
- * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each judged at
+ * The steps are: logit_bias, repetition, presence and frequency penalty, the mask of a response
+ * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each evaluated at
  * temperature 1; then the draw at the temperature.
  *
  * @generated from message icehouse.v1.SamplingParams
  */
 export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
   /**
-   * Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+   * Finite and >= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
    *
-   * @generated from field: optional double temperature = 1;
+   * @generated from field: double temperature = 1;
    */
-  temperature?: number | undefined;
+  temperature: number;
 
   /**
-   * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-   * Absent: 1.
+   * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+   * Default: 1.
    *
-   * @generated from field: optional double top_p = 2;
+   * @generated from field: double top_p = 2;
    */
-  topP?: number | undefined;
+  topP: number;
 
   /**
-   * Keeps this many of the likeliest tokens, >= 0; 0 keeps all. Absent: 0.
+   * Keeps this many of the most likely tokens, >= 0; 0 keeps all. Default: 0.
    *
-   * @generated from field: optional int32 top_k = 3;
+   * @generated from field: int32 top_k = 3;
    */
-  topK?: number | undefined;
+  topK: number;
 
   /**
-   * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-   * Absent: 0.
+   * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+   * Default: 0.
    *
-   * @generated from field: optional double min_p = 4;
+   * @generated from field: double min_p = 4;
    */
-  minP?: number | undefined;
+  minP: number;
 
   /**
    * Start of the request's own random sequence, any value. The same seed, prompt and
-   * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+   * parameters give the same text whatever else runs. Default: one is drawn and returned.
    *
    * @generated from field: optional uint64 seed = 5;
    */
   seed?: bigint | undefined;
 
   /**
-   * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-   * 0 never. Decided by the request's own random sequence. Absent: 0.
+   * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+   * 0 never. Decided by the request's own random sequence. Default: 0.
    *
-   * @generated from field: optional double xtc_probability = 6;
+   * @generated from field: double xtc_probability = 6;
    */
-  xtcProbability?: number | undefined;
+  xtcProbability: number;
 
   /**
-   * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-   * never an end token, in [0, 0.5]. Absent: 0.1.
+   * XTC excludes the tokens more likely than this, except the least likely of them and
+   * end tokens, in [0, 0.5]. Default: 0.1.
    *
    * @generated from field: optional double xtc_threshold = 7;
    */
@@ -82,23 +82,23 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
 
   /**
    * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
    *
-   * @generated from field: optional double repetition_penalty = 8;
+   * @generated from field: double repetition_penalty = 8;
    */
-  repetitionPenalty?: number | undefined;
+  repetitionPenalty: number;
 
   /**
    * How many of the last tokens of prompt and output together count as seen for the repetition
-   * penalty, >= 0; 0 counts all. Absent: 0.
+   * penalty, >= 0; 0 counts all. Default: 0.
    *
    * @generated from field: int32 repetition_window = 9;
    */
   repetitionWindow: number;
 
   /**
-   * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-   * encourages new tokens. The prompt does not count. Absent: 0.
+   * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+   * encourages new tokens. The prompt does not count. Default: 0.
    *
    * @generated from field: double presence_penalty = 10;
    */
@@ -106,15 +106,15 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
 
   /**
    * How many of the last output tokens count for the presence penalty, >= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    *
    * @generated from field: int32 presence_window = 11;
    */
   presenceWindow: number;
 
   /**
-   * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-   * nothing. The prompt does not count. Absent: 0.
+   * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+   * nothing. The prompt does not count. Default: 0.
    *
    * @generated from field: double frequency_penalty = 12;
    */
@@ -122,25 +122,25 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
 
   /**
    * How many of the last output tokens count for the frequency penalty, >= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    *
    * @generated from field: int32 frequency_window = 13;
    */
   frequencyWindow: number;
 
   /**
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    *
    * @generated from field: map<int32, double> logit_bias = 14;
    */
   logitBias: { [key: number]: number };
 
   /**
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    *
    * @generated from field: repeated string bad_words = 15;
    */
@@ -148,24 +148,23 @@ export type SamplingParams = Message<"icehouse.v1.SamplingParams"> & {
 
   /**
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    *
    * @generated from field: repeated icehouse.v1.TokenSequence bad_token_sequences = 16;
    */
   badTokenSequences: TokenSequence[];
 
   /**
-   * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-   * string;
-   * from 0 to the request's max_output_tokens. Absent: 0.
+   * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+   * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
    *
    * @generated from field: int32 min_output_tokens = 17;
    */
   minOutputTokens: number;
 
   /**
-   * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-   * the output; for measuring. Absent: false.
+   * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+   * the output; for benchmarks. Default: false.
    *
    * @generated from field: bool ignore_end_tokens = 18;
    */
@@ -180,13 +179,13 @@ export const SamplingParamsSchema: GenMessage<SamplingParams> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_sampling, 0);
 
 /**
- * Tokens one after the other.
+ * Consecutive tokens.
  *
  * @generated from message icehouse.v1.TokenSequence
  */
 export type TokenSequence = Message<"icehouse.v1.TokenSequence"> & {
   /**
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    *
    * @generated from field: repeated int32 ids = 1;
    */

@@ -17,13 +17,13 @@ export const file_icehouse_v1_slow_request: GenFile = /*@__PURE__*/
   fileDesc("Ch5pY2Vob3VzZS92MS9zbG93X3JlcXVlc3QucHJvdG8SC2ljZWhvdXNlLnYxIrADCgtTbG93UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBm1ldGhvZBgCIAEoCRIMCgRjb2RlGAMgASgJEiYKA2FnZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIxCg50b3RhbF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIxCg5xdWV1ZV9kdXJhdGlvbhgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzChByZXN0b3JlX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjMKEHByZWZpbGxfZHVyYXRpb24YCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPZGVjb2RlX2R1cmF0aW9uGAkgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDXByb21wdF90b2tlbnMYCiABKAUSFQoNY2FjaGVkX3Rva2VucxgLIAEoBRIVCg1vdXRwdXRfdG9rZW5zGAwgASgFQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration]);
 
 /**
- * One ended request and where its time went. It never says what was asked or answered.
+ * One ended request and where its time went, without any of its prompt or output.
  *
  * @generated from message icehouse.v1.SlowRequest
  */
 export type SlowRequest = Message<"icehouse.v1.SlowRequest"> & {
   /**
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    *
    * @generated from field: string request_id = 1;
    */
@@ -37,49 +37,49 @@ export type SlowRequest = Message<"icehouse.v1.SlowRequest"> & {
   method: string;
 
   /**
-   * Canonical status code it ended with, such as "OK" or "CANCELLED".
+   * The canonical status code that it ended with, such as "OK" or "CANCELLED".
    *
    * @generated from field: string code = 3;
    */
   code: string;
 
   /**
-   * How long ago it ended.
+   * Time since it ended.
    *
    * @generated from field: google.protobuf.Duration age = 4;
    */
   age?: Duration | undefined;
 
   /**
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    *
    * @generated from field: google.protobuf.Duration total_duration = 5;
    */
   totalDuration?: Duration | undefined;
 
   /**
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    *
    * @generated from field: google.protobuf.Duration queue_duration = 6;
    */
   queueDuration?: Duration | undefined;
 
   /**
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    *
    * @generated from field: google.protobuf.Duration restore_duration = 7;
    */
   restoreDuration?: Duration | undefined;
 
   /**
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    *
    * @generated from field: google.protobuf.Duration prefill_duration = 8;
    */
   prefillDuration?: Duration | undefined;
 
   /**
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    *
    * @generated from field: google.protobuf.Duration decode_duration = 9;
    */

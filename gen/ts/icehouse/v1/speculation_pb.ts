@@ -12,17 +12,17 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/speculation.proto.
  */
 export const file_icehouse_v1_speculation: GenFile = /*@__PURE__*/
-  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEilgEKC1NwZWN1bGF0aW9uEjIKDXByb21wdF9sb29rdXAYASABKAsyGS5pY2Vob3VzZS52MS5Qcm9tcHRMb29rdXBIABIuCgtkcmFmdF9tb2RlbBgDIAEoCzIXLmljZWhvdXNlLnYxLkRyYWZ0TW9kZWxIABIYChBtYXhfZHJhZnRfdG9rZW5zGAIgASgFQgkKB2RyYWZ0ZXIiKAoMUHJvbXB0TG9va3VwEhgKEG1heF9uZ3JhbV90b2tlbnMYASABKAUiDAoKRHJhZnRNb2RlbCq6AQoQU3BlY3VsYXRpb25MaW1pdBIhCh1TUEVDVUxBVElPTl9MSU1JVF9VTlNQRUNJRklFRBAAEhsKF1NQRUNVTEFUSU9OX0xJTUlUX0NBQ0hFEAESHgoaU1BFQ1VMQVRJT05fTElNSVRfU0FNUExJTkcQAhIkCiBTUEVDVUxBVElPTl9MSU1JVF9OT19EUkFGVF9NT0RFTBADEiAKHFNQRUNVTEFUSU9OX0xJTUlUX0FDQ0VQVEFOQ0UQBEI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
+  fileDesc("Ch1pY2Vob3VzZS92MS9zcGVjdWxhdGlvbi5wcm90bxILaWNlaG91c2UudjEilgEKC1NwZWN1bGF0aW9uEjIKDXByb21wdF9sb29rdXAYASABKAsyGS5pY2Vob3VzZS52MS5Qcm9tcHRMb29rdXBIABIuCgtkcmFmdF9tb2RlbBgCIAEoCzIXLmljZWhvdXNlLnYxLkRyYWZ0TW9kZWxIABIYChBtYXhfZHJhZnRfdG9rZW5zGAMgASgFQgkKB2RyYWZ0ZXIiKAoMUHJvbXB0TG9va3VwEhgKEG1heF9uZ3JhbV90b2tlbnMYASABKAUiDAoKRHJhZnRNb2RlbCq6AQoQU3BlY3VsYXRpb25MaW1pdBIhCh1TUEVDVUxBVElPTl9MSU1JVF9VTlNQRUNJRklFRBAAEhsKF1NQRUNVTEFUSU9OX0xJTUlUX0NBQ0hFEAESHgoaU1BFQ1VMQVRJT05fTElNSVRfU0FNUExJTkcQAhIkCiBTUEVDVUxBVElPTl9MSU1JVF9OT19EUkFGVF9NT0RFTBADEiAKHFNQRUNVTEFUSU9OX0xJTUlUX0FDQ0VQVEFOQ0UQBEI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM");
 
 /**
- * Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
- * decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
- * counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
- * output said before (edits, extracts, code): a request that speculates does not share its passes with
- * others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
- * to guessing once its latest tokens are what would have been guessed.
+ * Guesses tokens and verifies all guesses in one pass of the model. The output is that of plain
+ * decoding: each token is drawn from the model's own distribution with the request's seed, and a guess
+ * counts only where it equals what was drawn. It is worthwhile where the output repeats parts of the prompt or of
+ * itself (edits, extracts, code), because a request that speculates does not share its passes with
+ * others. Where hardly any guess is right, it decodes in the batch with the others; with `prompt_lookup` it
+ * resumes guessing once its latest tokens are what would have been guessed.
  *
- * Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
+ * Where speculation is not possible (`Usage.speculation_limit`), the request decodes plainly.
  *
  * @generated from message icehouse.v1.Speculation
  */
@@ -44,16 +44,16 @@ export type Speculation = Message<"icehouse.v1.Speculation"> & {
     /**
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      *
-     * @generated from field: icehouse.v1.DraftModel draft_model = 3;
+     * @generated from field: icehouse.v1.DraftModel draft_model = 2;
      */
     value: DraftModel;
     case: "draftModel";
   } | { case: undefined; value?: undefined };
 
   /**
-   * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+   * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
    *
-   * @generated from field: int32 max_draft_tokens = 2;
+   * @generated from field: int32 max_draft_tokens = 3;
    */
   maxDraftTokens: number;
 };
@@ -66,14 +66,14 @@ export const SpeculationSchema: GenMessage<Speculation> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_speculation, 0);
 
 /**
- * Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023).
+ * Finds an earlier occurrence of the last tokens and guesses what followed them there (Saxena 2023).
  *
  * @generated from message icehouse.v1.PromptLookup
  */
 export type PromptLookup = Message<"icehouse.v1.PromptLookup"> & {
   /**
-   * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-   * Absent or 0: 3.
+   * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+   * Default: 3.
    *
    * @generated from field: int32 max_ngram_tokens = 1;
    */
@@ -88,8 +88,8 @@ export const PromptLookupSchema: GenMessage<PromptLookup> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_speculation, 1);
 
 /**
- * Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
- * request decodes, 128 tokens a step, and begins to help when it is complete.
+ * Guesses the most likely tokens of the server's draft model. The draft model computes the prompt while the
+ * request decodes, 128 tokens a step, and begins to guess when it is done.
  *
  * @generated from message icehouse.v1.DraftModel
  */
@@ -110,14 +110,14 @@ export const DraftModelSchema: GenMessage<DraftModel> = /*@__PURE__*/
  */
 export enum SpeculationLimit {
   /**
-   * It did not ask, or nothing stood in the way.
+   * It did not ask for speculation, or nothing prevented it.
    *
    * @generated from enum value: SPECULATION_LIMIT_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
-   * The model has caches that cannot take a wrong guess back (recurrent or chunked layers).
+   * The model has caches that cannot undo a wrong guess (recurrent or chunked layers).
    *
    * @generated from enum value: SPECULATION_LIMIT_CACHE = 1;
    */
@@ -139,7 +139,7 @@ export enum SpeculationLimit {
   NO_DRAFT_MODEL = 3,
 
   /**
-   * Hardly a guess was right of late: the end of the output was decoded in the batch, with the others.
+   * Hardly any recent guess was right: the end of the output was decoded in the batch, with the others.
    *
    * @generated from enum value: SPECULATION_LIMIT_ACCEPTANCE = 4;
    */

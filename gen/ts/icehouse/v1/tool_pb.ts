@@ -21,14 +21,14 @@ export const file_icehouse_v1_tool: GenFile = /*@__PURE__*/
  */
 export type Tool = Message<"icehouse.v1.Tool"> & {
   /**
-   * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * What it does, in words for the model. Absent: none is shown.
+   * What it does, in words for the model. Default: none is shown.
    *
    * @generated from field: string description = 2;
    */
@@ -36,19 +36,19 @@ export type Tool = Message<"icehouse.v1.Tool"> & {
 
   /**
    * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-   * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+   * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
    *
    * @generated from field: string parameters_json = 3;
    */
   parametersJson: string;
 
   /**
-   * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-   * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-   * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-   * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-   * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-   * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+   * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+   * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+   * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+   * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+   * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+   * model does not write arguments as JSON. It does not change the prompt. Default: false.
    *
    * @generated from field: bool strict = 4;
    */
@@ -63,13 +63,13 @@ export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_tool, 0);
 
 /**
- * Whether, and which tool, the model calls.
+ * Whether the model calls tools, and which.
  *
  * @generated from message icehouse.v1.ToolChoice
  */
 export type ToolChoice = Message<"icehouse.v1.ToolChoice"> & {
   /**
-   * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+   * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
    * TOOL_CHOICE_INVALID.
    *
    * @generated from field: icehouse.v1.ToolChoiceMode mode = 1;
@@ -86,16 +86,17 @@ export type ToolChoice = Message<"icehouse.v1.ToolChoice"> & {
 
   /**
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    *
    * @generated from field: repeated string allowed = 3;
    */
   allowed: string[];
 
   /**
-   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-   * `strict` tool. Absent: true.
+   * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+   * `strict` tool. Default: true.
    *
    * @generated from field: optional bool parallel_tool_calls = 4;
    */
@@ -116,33 +117,33 @@ export const ToolChoiceSchema: GenMessage<ToolChoice> = /*@__PURE__*/
  */
 export type ToolCall = Message<"icehouse.v1.ToolCall"> & {
   /**
-   * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-   * where its format has one, otherwise 9 letters and digits made for it.
+   * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+   * id where its format has one, otherwise 9 generated letters and digits.
    *
    * @generated from field: string id = 1;
    */
   id: string;
 
   /**
-   * The tool called: one of those on offer.
+   * The tool called, one of those offered.
    *
    * @generated from field: string name = 2;
    */
   name: string;
 
   /**
-   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-   * a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+   * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+   * text: a template that needs an object gets one with the text in it.
    *
    * @generated from field: string arguments_json = 3;
    */
   argumentsJson: string;
 
   /**
-   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-   * `arguments` and the like. The arguments are what it means. Absent: no.
+   * Whether the model's syntax was wrong but unambiguous: a
+   * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+   * `arguments` and the like. The arguments are what was meant.
    *
    * @generated from field: bool repaired = 4;
    */
@@ -163,7 +164,7 @@ export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
  */
 export type ToolCallDelta = Message<"icehouse.v1.ToolCallDelta"> & {
   /**
-   * Which call of this output, from 0 in order of appearance.
+   * Which call of this output, from 0 in the order of appearance.
    *
    * @generated from field: int32 index = 1;
    */
@@ -191,7 +192,7 @@ export type ToolCallDelta = Message<"icehouse.v1.ToolCallDelta"> & {
   argumentsJson: string;
 
   /**
-   * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+   * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
    * delta with `malformed_tool_call`.
    *
    * @generated from field: bool withdrawn = 5;
@@ -199,7 +200,7 @@ export type ToolCallDelta = Message<"icehouse.v1.ToolCallDelta"> & {
   withdrawn: boolean;
 
   /**
-   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
    *
    * @generated from field: bool repaired = 6;
    */
@@ -214,13 +215,13 @@ export const ToolCallDeltaSchema: GenMessage<ToolCallDelta> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_tool, 3);
 
 /**
- * Text that began as a call and cannot be read as one.
+ * Text that began as a call and cannot be parsed as one.
  *
  * @generated from message icehouse.v1.MalformedToolCall
  */
 export type MalformedToolCall = Message<"icehouse.v1.MalformedToolCall"> & {
   /**
-   * What the model wrote, markers included. It is a part of the output's text too.
+   * What the model wrote, including markers. It is part of the output's text, too.
    *
    * @generated from field: string text = 1;
    */
@@ -248,7 +249,7 @@ export const MalformedToolCallSchema: GenMessage<MalformedToolCall> = /*@__PURE_
  */
 export enum ToolChoiceMode {
   /**
-   * As TOOL_CHOICE_MODE_AUTO.
+   * Same as TOOL_CHOICE_MODE_AUTO.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_UNSPECIFIED = 0;
    */
@@ -262,7 +263,7 @@ export enum ToolChoiceMode {
   AUTO = 1,
 
   /**
-   * No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+   * No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
    * blocks are reused; what looks like a call is delivered as text.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_NONE = 2;
@@ -270,14 +271,14 @@ export enum ToolChoiceMode {
   NONE = 2,
 
   /**
-   * The output is a call of one of the tools: the prompt ends with its beginning.
+   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_REQUIRED = 3;
    */
   REQUIRED = 3,
 
   /**
-   * The output is a call of the tool called `name`: the prompt ends with its beginning.
+   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_NAMED = 4;
    */

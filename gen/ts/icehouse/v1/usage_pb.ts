@@ -16,10 +16,10 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/usage.proto.
  */
 export const file_icehouse_v1_usage: GenFile = /*@__PURE__*/
-  fileDesc("ChdpY2Vob3VzZS92MS91c2FnZS5wcm90bxILaWNlaG91c2UudjEijwIKC0NhY2hlUmVwb3J0EhUKDWNhY2hlZF90b2tlbnMYASABKAUSEgoKcmFtX3Rva2VucxgCIAEoBRISCgpzc2RfdG9rZW5zGAMgASgFEjMKEHJlc3RvcmVfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoFbGltaXQYBSABKA4yFy5pY2Vob3VzZS52MS5SZXVzZUxpbWl0EjEKCmRpdmVyZ2VuY2UYBiABKAsyHS5pY2Vob3VzZS52MS5QcmVmaXhEaXZlcmdlbmNlEjEKDnByb21wdF9jaGFuZ2VzGAcgAygLMhkuaWNlaG91c2UudjEuUHJvbXB0Q2hhbmdlIo0BChBQcmVmaXhEaXZlcmdlbmNlEhMKC3Rva2VuX2luZGV4GAEgASgFEjEKDHByb21wdF90b2tlbhgCIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuEjEKDGNhY2hlZF90b2tlbhgDIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuIioKDkRpdmVyZ2VudFRva2VuEgoKAmlkGAEgASgFEgwKBHRleHQYAiABKAkiSgoMUHJvbXB0Q2hhbmdlEisKBGtpbmQYASABKA4yHS5pY2Vob3VzZS52MS5Qcm9tcHRDaGFuZ2VLaW5kEg0KBWNvdW50GAIgASgFIs8ECgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgFEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSEgoKcmFtX3Rva2VucxgDIAEoBRISCgpzc2RfdG9rZW5zGAQgASgFEhUKDW91dHB1dF90b2tlbnMYBSABKAUSMQoOcXVldWVfZHVyYXRpb24YBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdG9yZV9kdXJhdGlvbhgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzChBwcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjIKD2RlY29kZV9kdXJhdGlvbhgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI2ChN0aW1lX3RvX2ZpcnN0X3Rva2VuGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjEKDnRvdGFsX2R1cmF0aW9uGAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDGltYWdlX3Rva2VucxgcIAEoBRIUCgxkcmFmdF90b2tlbnMYGSABKAUSHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGBogASgFEjgKEXNwZWN1bGF0aW9uX2xpbWl0GBsgASgOMh0uaWNlaG91c2UudjEuU3BlY3VsYXRpb25MaW1pdBIYChByZWFzb25pbmdfdG9rZW5zGB0gASgFKsQBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhwKGEZJTklTSF9SRUFTT05fU1RPUF9UT0tFThABEh0KGUZJTklTSF9SRUFTT05fU1RPUF9TVFJJTkcQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADEiAKHEZJTklTSF9SRUFTT05fQ09OVEVYVF9MRU5HVEgQBBIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBSqtAgoKUmV1c2VMaW1pdBIbChdSRVVTRV9MSU1JVF9VTlNQRUNJRklFRBAAEhQKEFJFVVNFX0xJTUlUX05PTkUQARIYChRSRVVTRV9MSU1JVF9OT19NQVRDSBACEhgKFFJFVVNFX0xJTUlUX0RJVkVSR0VEEAMSHQoZUkVVU0VfTElNSVRfTk9fQ0hFQ0tQT0lOVBAEEiAKHFJFVVNFX0xJTUlUX1JFQ09NUFVURV9GQVNURVIQBRIbChdSRVVTRV9MSU1JVF9MT0FEX0ZBSUxFRBAGEhwKGFJFVVNFX0xJTUlUX1NXSVRDSEVEX09GRhAHEhsKF1JFVVNFX0xJTUlUX1VOU1VQUE9SVEVEEAgSHwobUkVVU0VfTElNSVRfUFJPTVBUX0xPR1BST0JTEAkqsQEKEFByb21wdENoYW5nZUtpbmQSIgoeUFJPTVBUX0NIQU5HRV9LSU5EX1VOU1BFQ0lGSUVEEAASKwonUFJPTVBUX0NIQU5HRV9LSU5EX0JJTExJTkdfTElORV9EUk9QUEVEEAESJwojUFJPTVBUX0NIQU5HRV9LSU5EX1RPT0xfS0VZU19TT1JURUQQAhIjCh9QUk9NUFRfQ0hBTkdFX0tJTkRfVE9PTFNfU09SVEVEEANCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_speculation]);
+  fileDesc("ChdpY2Vob3VzZS92MS91c2FnZS5wcm90bxILaWNlaG91c2UudjEijwIKC0NhY2hlUmVwb3J0EhUKDWNhY2hlZF90b2tlbnMYASABKAUSEgoKcmFtX3Rva2VucxgCIAEoBRISCgpzc2RfdG9rZW5zGAMgASgFEjMKEHJlc3RvcmVfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoFbGltaXQYBSABKA4yFy5pY2Vob3VzZS52MS5SZXVzZUxpbWl0EjEKCmRpdmVyZ2VuY2UYBiABKAsyHS5pY2Vob3VzZS52MS5QcmVmaXhEaXZlcmdlbmNlEjEKDnByb21wdF9jaGFuZ2VzGAcgAygLMhkuaWNlaG91c2UudjEuUHJvbXB0Q2hhbmdlIo0BChBQcmVmaXhEaXZlcmdlbmNlEhMKC3Rva2VuX2luZGV4GAEgASgFEjEKDHByb21wdF90b2tlbhgCIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuEjEKDGNhY2hlZF90b2tlbhgDIAEoCzIbLmljZWhvdXNlLnYxLkRpdmVyZ2VudFRva2VuIioKDkRpdmVyZ2VudFRva2VuEgoKAmlkGAEgASgFEgwKBHRleHQYAiABKAkiSgoMUHJvbXB0Q2hhbmdlEisKBGtpbmQYASABKA4yHS5pY2Vob3VzZS52MS5Qcm9tcHRDaGFuZ2VLaW5kEg0KBWNvdW50GAIgASgFIs8ECgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgFEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSEgoKcmFtX3Rva2VucxgDIAEoBRISCgpzc2RfdG9rZW5zGAQgASgFEhUKDW91dHB1dF90b2tlbnMYBSABKAUSMQoOcXVldWVfZHVyYXRpb24YBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoQcmVzdG9yZV9kdXJhdGlvbhgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzChBwcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjIKD2RlY29kZV9kdXJhdGlvbhgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI2ChN0aW1lX3RvX2ZpcnN0X3Rva2VuGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjEKDnRvdGFsX2R1cmF0aW9uGAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDGltYWdlX3Rva2VucxgMIAEoBRIUCgxkcmFmdF90b2tlbnMYDSABKAUSHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGA4gASgFEjgKEXNwZWN1bGF0aW9uX2xpbWl0GA8gASgOMh0uaWNlaG91c2UudjEuU3BlY3VsYXRpb25MaW1pdBIYChByZWFzb25pbmdfdG9rZW5zGBAgASgFKsQBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhwKGEZJTklTSF9SRUFTT05fU1RPUF9UT0tFThABEh0KGUZJTklTSF9SRUFTT05fU1RPUF9TVFJJTkcQAhIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBADEiAKHEZJTklTSF9SRUFTT05fQ09OVEVYVF9MRU5HVEgQBBIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBSqtAgoKUmV1c2VMaW1pdBIbChdSRVVTRV9MSU1JVF9VTlNQRUNJRklFRBAAEhQKEFJFVVNFX0xJTUlUX05PTkUQARIYChRSRVVTRV9MSU1JVF9OT19NQVRDSBACEhgKFFJFVVNFX0xJTUlUX0RJVkVSR0VEEAMSHQoZUkVVU0VfTElNSVRfTk9fQ0hFQ0tQT0lOVBAEEiAKHFJFVVNFX0xJTUlUX1JFQ09NUFVURV9GQVNURVIQBRIbChdSRVVTRV9MSU1JVF9MT0FEX0ZBSUxFRBAGEhwKGFJFVVNFX0xJTUlUX1NXSVRDSEVEX09GRhAHEhsKF1JFVVNFX0xJTUlUX1VOU1VQUE9SVEVEEAgSHwobUkVVU0VfTElNSVRfUFJPTVBUX0xPR1BST0JTEAkqsQEKEFByb21wdENoYW5nZUtpbmQSIgoeUFJPTVBUX0NIQU5HRV9LSU5EX1VOU1BFQ0lGSUVEEAASKwonUFJPTVBUX0NIQU5HRV9LSU5EX0JJTExJTkdfTElORV9EUk9QUEVEEAESJwojUFJPTVBUX0NIQU5HRV9LSU5EX1RPT0xfS0VZU19TT1JURUQQAhIjCh9QUk9NUFRfQ0hBTkdFX0tJTkRfVE9PTFNfU09SVEVEEANCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_speculation]);
 
 /**
- * What of the prompt was reused and from where.
+ * What was reused of the prompt, and from where.
  *
  * @generated from message icehouse.v1.CacheReport
  */
@@ -46,33 +46,33 @@ export type CacheReport = Message<"icehouse.v1.CacheReport"> & {
   ssdTokens: number;
 
   /**
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    *
    * @generated from field: google.protobuf.Duration restore_duration = 4;
    */
   restoreDuration?: Duration | undefined;
 
   /**
-   * Why it was not more.
+   * Why not more was reused.
    *
    * @generated from field: icehouse.v1.ReuseLimit limit = 5;
    */
   limit: ReuseLimit;
 
   /**
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    *
    * @generated from field: icehouse.v1.PrefixDivergence divergence = 6;
    */
   divergence?: PrefixDivergence | undefined;
 
   /**
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    *
    * @generated from field: repeated icehouse.v1.PromptChange prompt_changes = 7;
    */
@@ -87,7 +87,7 @@ export const CacheReportSchema: GenMessage<CacheReport> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_usage, 0);
 
 /**
- * Where a prompt stops to be what a cached one is.
+ * Where a prompt diverges from a cached one.
  *
  * @generated from message icehouse.v1.PrefixDivergence
  */
@@ -122,7 +122,7 @@ export const PrefixDivergenceSchema: GenMessage<PrefixDivergence> = /*@__PURE__*
   messageDesc(file_icehouse_v1_usage, 1);
 
 /**
- * A token of one of two prompts that differ.
+ * One of two tokens that differ.
  *
  * @generated from message icehouse.v1.DivergentToken
  */
@@ -135,7 +135,7 @@ export type DivergentToken = Message<"icehouse.v1.DivergentToken"> & {
   id: number;
 
   /**
-   * Its text; U+FFFD where it is a part of a character.
+   * Its text; U+FFFD where it is part of a character.
    *
    * @generated from field: string text = 2;
    */
@@ -150,7 +150,7 @@ export const DivergentTokenSchema: GenMessage<DivergentToken> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_usage, 2);
 
 /**
- * One change.
+ * One change of a conversation.
  *
  * @generated from message icehouse.v1.PromptChange
  */
@@ -163,7 +163,7 @@ export type PromptChange = Message<"icehouse.v1.PromptChange"> & {
   kind: PromptChangeKind;
 
   /**
-   * Of how many lines, or tools.
+   * How many lines, or tools, were changed.
    *
    * @generated from field: int32 count = 2;
    */
@@ -184,7 +184,7 @@ export const PromptChangeSchema: GenMessage<PromptChange> = /*@__PURE__*/
  */
 export type Usage = Message<"icehouse.v1.Usage"> & {
   /**
-   * Tokens of the prompt, chat template and start tokens included.
+   * Tokens of the prompt, including chat template and start tokens.
    *
    * @generated from field: int32 prompt_tokens = 1;
    */
@@ -212,21 +212,21 @@ export type Usage = Message<"icehouse.v1.Usage"> & {
   ssdTokens: number;
 
   /**
-   * Tokens generated, an end token included.
+   * Tokens generated, including an end token.
    *
    * @generated from field: int32 output_tokens = 5;
    */
   outputTokens: number;
 
   /**
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    *
    * @generated from field: google.protobuf.Duration queue_duration = 6;
    */
   queueDuration?: Duration | undefined;
 
   /**
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    *
    * @generated from field: google.protobuf.Duration restore_duration = 7;
    */
@@ -247,53 +247,53 @@ export type Usage = Message<"icehouse.v1.Usage"> & {
   decodeDuration?: Duration | undefined;
 
   /**
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    *
    * @generated from field: google.protobuf.Duration time_to_first_token = 10;
    */
   timeToFirstToken?: Duration | undefined;
 
   /**
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    *
    * @generated from field: google.protobuf.Duration total_duration = 11;
    */
   totalDuration?: Duration | undefined;
 
   /**
-   * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+   * Of `prompt_tokens`, those that stand for images, including separators between their parts.
    *
-   * @generated from field: int32 image_tokens = 28;
+   * @generated from field: int32 image_tokens = 12;
    */
   imageTokens: number;
 
   /**
    * Tokens that speculation guessed. 0 without speculation.
    *
-   * @generated from field: int32 draft_tokens = 25;
+   * @generated from field: int32 draft_tokens = 13;
    */
   draftTokens: number;
 
   /**
    * Of these, tokens that became output; each saved a step.
    *
-   * @generated from field: int32 accepted_draft_tokens = 26;
+   * @generated from field: int32 accepted_draft_tokens = 14;
    */
   acceptedDraftTokens: number;
 
   /**
-   * Why the request decoded plainly, from its start or from some token on, though it asked for
+   * Why the request decoded plainly, from its start or from some token on, although it asked for
    * speculation.
    *
-   * @generated from field: icehouse.v1.SpeculationLimit speculation_limit = 27;
+   * @generated from field: icehouse.v1.SpeculationLimit speculation_limit = 15;
    */
   speculationLimit: SpeculationLimit;
 
   /**
-   * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-   * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+   * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+   * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
    *
-   * @generated from field: int32 reasoning_tokens = 29;
+   * @generated from field: int32 reasoning_tokens = 16;
    */
   reasoningTokens: number;
 };
@@ -306,7 +306,7 @@ export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_usage, 4);
 
 /**
- * Why generation ended.
+ * Why the output ended.
  *
  * @generated from enum icehouse.v1.FinishReason
  */
@@ -319,9 +319,9 @@ export enum FinishReason {
   UNSPECIFIED = 0,
 
   /**
-   * The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-   * of the output; or the output is complete in its response format, where nothing but an end token could
-   * follow. `stop_token_id` says which token it was.
+   * The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+   * of the output; or the output is complete in its response format, where only an end token could
+   * follow. `stop_token_id` is that token.
    *
    * @generated from enum value: FINISH_REASON_STOP_TOKEN = 1;
    */
@@ -349,8 +349,8 @@ export enum FinishReason {
   CONTEXT_LENGTH = 4,
 
   /**
-   * The model ended its turn after at least one tool call that could be read: answer it with "tool"
-   * messages.
+   * The model ended its turn after at least one valid tool call: answer it with messages of
+   * ROLE_TOOL.
    *
    * @generated from enum value: FINISH_REASON_TOOL_CALLS = 5;
    */
@@ -364,7 +364,7 @@ export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_usage, 0);
 
 /**
- * Why the reused beginning of the prompt was not longer.
+ * Why not more of the prompt was reused.
  *
  * @generated from enum icehouse.v1.ReuseLimit
  */
@@ -384,14 +384,14 @@ export enum ReuseLimit {
   NONE = 1,
 
   /**
-   * No block with this beginning is known.
+   * No block with this beginning is cached.
    *
    * @generated from enum value: REUSE_LIMIT_NO_MATCH = 2;
    */
   NO_MATCH = 2,
 
   /**
-   * The prompt differs from every known one after the reused tokens.
+   * The prompt differs from every cached one after the reused tokens.
    *
    * @generated from enum value: REUSE_LIMIT_DIVERGED = 3;
    */
@@ -412,7 +412,7 @@ export enum ReuseLimit {
   RECOMPUTE_FASTER = 5,
 
   /**
-   * A block on SSD was missing, damaged or not this prompt's; it was dropped.
+   * A block on SSD was missing, damaged or another prompt's; it was dropped.
    *
    * @generated from enum value: REUSE_LIMIT_LOAD_FAILED = 6;
    */
@@ -433,7 +433,7 @@ export enum ReuseLimit {
   UNSUPPORTED = 8,
 
   /**
-   * The log probabilities of the prompt were asked for, so all of it was computed.
+   * The log probabilities of the prompt were requested, so all of it was computed.
    *
    * @generated from enum value: REUSE_LIMIT_PROMPT_LOGPROBS = 9;
    */
@@ -447,7 +447,7 @@ export const ReuseLimitSchema: GenEnum<ReuseLimit> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_usage, 1);
 
 /**
- * What a conversation may be relieved of.
+ * A kind of change that makes prompts equal that differ only in noise.
  *
  * @generated from enum icehouse.v1.PromptChangeKind
  */
@@ -460,7 +460,7 @@ export enum PromptChangeKind {
   UNSPECIFIED = 0,
 
   /**
-   * Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+   * Lines of `name=value` pairs with the name `cch` among them were removed from the first system message.
    *
    * @generated from enum value: PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED = 1;
    */

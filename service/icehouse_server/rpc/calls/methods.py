@@ -98,7 +98,8 @@ _WHOLE_DISK_S = 24 * 3600.0
 
 _GENERATION = Method(CallPool.WORK, WorkPlace.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, Cost.PROMPT)
-_CHECK = Method(
+_COUNTERS = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, message_byte_limit=4 * KIB)
+_WHOLE_DISK = Method(
     CallPool.COMMANDS,
     WorkPlace.STORAGE,
     access=MethodAccess.OPERATOR,
@@ -139,24 +140,22 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Stream": _GENERATION,
     "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
     "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
-    "icehouse.v1.InferenceService/CacheStats": Method(
-        CallPool.COMMANDS, WorkPlace.INFERENCE, message_byte_limit=4 * KIB
-    ),
+    # Of all tenants together.
+    "icehouse.v1.InferenceService/CacheStats": dataclasses.replace(_COUNTERS, access=MethodAccess.OPERATOR),
     "icehouse.v1.CacheService/Explain": _COMMAND,
     "icehouse.v1.CacheService/Warm": _GENERATION,
-    "icehouse.v1.CacheService/WarmWithProgress": _GENERATION,
     "icehouse.v1.CacheService/Pin": _COMMAND,
     "icehouse.v1.CacheService/Unpin": _COMMAND,
     "icehouse.v1.CacheService/Evict": _COMMAND,
-    "icehouse.v1.CacheService/EvictWithProgress": dataclasses.replace(_COMMAND, own_deadline_s=_WHOLE_DISK_S),
-    "icehouse.v1.CacheService/Verify": _CHECK,
-    "icehouse.v1.CacheService/VerifyWithProgress": _CHECK,
-    "icehouse.v1.CacheService/WatchStats": Method(
-        CallPool.WATCHES, WorkPlace.INFERENCE, message_byte_limit=4 * KIB, caller_limit=8
-    ),
+    "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, place=WorkPlace.INFERENCE),
+    "icehouse.v1.CacheService/Verify": _WHOLE_DISK,
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
     "icehouse.v1.ServerService/GetServer": _LOOKUP,
+    "icehouse.v1.ServerService/GetStats": _COUNTERS,
+    "icehouse.v1.ServerService/WatchStats": dataclasses.replace(
+        _COUNTERS, pool=CallPool.WATCHES, caller_limit=8
+    ),
     "icehouse.v1.ServerService/ListRequests": _LISTING,
     "icehouse.v1.ServerService/CancelRequest": _LISTING,
     "icehouse.v1.EmbeddingService/Embed": _GENERATION,

@@ -30,14 +30,20 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.messages.proto_map import enum_of
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = {
+    value.number: value.name.removeprefix("ROLE_").lower()
+    for value in prompt_pb2.Role.DESCRIPTOR.values
+    if value.number
+}
+"""The words in which templates know the API's roles."""
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+"""Names of tools, and of roles that only a template knows."""
 MESSAGE_COUNT_LIMIT = 4096
 PART_COUNT_LIMIT = 256
 """Parts of one message, and tool calls of one."""
 TOOL_COUNT_LIMIT = 128
 TOOL_BYTES_LIMIT = 1 << 20
 """Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
-TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 _SHOWING_ROLES = ("user", "tool")
 
@@ -54,11 +60,11 @@ def conversation_of(
         raise InvalidRequest(
             Reason.CHAT_TEMPLATE_MISSING,
             f"the model {info.model_id!r} has no chat template; send `text` or `tokens` instead",
-            field="chat",
+            field="prompt.chat",
         )
     if not chat.messages:
-        raise _bad_chat("the conversation has no messages; send at least one", field="chat.messages")
-    _check_count(len(chat.messages), MESSAGE_COUNT_LIMIT, what="messages", field="chat.messages")
+        raise _bad_chat("the conversation has no messages; send at least one", field="prompt.chat.messages")
+    _check_count(len(chat.messages), MESSAGE_COUNT_LIMIT, what="messages", field="prompt.chat.messages")
     messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
     offered = tools_of(tools)
     conversation = Conversation(
@@ -81,7 +87,8 @@ def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice |
     """Refuse tools, or a tool choice, with a prompt that is no conversation."""
     if tools:
         raise _bad_tool(
-            f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`", field="tools"
+            f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`",
+            field="prompt.tools",
         )
     _choice_of(choice, ())
 
@@ -92,7 +99,7 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
         raise InvalidRequest(
             Reason.TOOL_INVALID,
             f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be",
-            field="tools",
+            field="prompt.tools",
             metadata={"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT},
         )
     size = sum(len(proto.parameters_json) + len(proto.description) for proto in protos)
@@ -100,13 +107,13 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
         raise InvalidRequest(
             Reason.TOOL_INVALID,
             f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be",
-            field="tools",
+            field="prompt.tools",
             metadata={"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT},
         )
     tools: dict[str, Tool] = {}
     for index, proto in enumerate(protos):
-        field = f"tools[{index}]"
-        if TOOL_NAME_PATTERN.fullmatch(proto.name) is None:
+        field = f"prompt.tools[{index}]"
+        if _NAME_PATTERN.fullmatch(proto.name) is None:
             wanted = "1 to 64 of A-Z a-z 0-9 _ . -"
             raise _bad_tool(
                 f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name"
@@ -167,19 +174,17 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
 
 
 def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) -> ChatMessage:
-    field = f"chat.messages[{index}]"
-    role = message.role
-    if role not in ROLES:
-        raise _bad_chat(
-            f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}", field=f"{field}.role"
-        )
-    content, images = _content_of(message, field, info)
+    field = f"prompt.chat.messages[{index}]"
+    role = _role_of(message, field)
+    content, images = _content_of(message, role, field, info)
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
-            raise _bad_chat(f'{field}.{name} is for "assistant" only, not {role!r}', field=f"{field}.{name}")
+            raise _bad_chat(
+                f"{field}.{name} is only for ROLE_ASSISTANT, not {role!r}", field=f"{field}.{name}"
+            )
     if role != "tool" and message.tool_call_id:
         raise _bad_chat(
-            f'{field}.tool_call_id is for "tool" only, not {role!r}', field=f"{field}.tool_call_id"
+            f"{field}.tool_call_id is only for ROLE_TOOL, not {role!r}", field=f"{field}.tool_call_id"
         )
     _check_count(len(message.tool_calls), PART_COUNT_LIMIT, what="calls", field=f"{field}.tool_calls")
     limit = info.context_token_limit
@@ -189,7 +194,7 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
         role=role,
         content=content,
         images=images,
-        name=message.name if message.HasField("name") else None,
+        name=message.name or None,
         reasoning=message.reasoning,
         tool_calls=tuple(
             _call_of(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
@@ -199,8 +204,37 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     )
 
 
+def _role_of(message: prompt_pb2.ChatMessage, field: str) -> str:
+    """Return the role's name in templates; raises InvalidRequest for none, two or an unknown one."""
+    name = message.role_name
+    if message.role:
+        if name:
+            raise _bad_chat(
+                f"{field} has `role` and `role_name`; send one of them", field=f"{field}.role_name"
+            )
+        if message.role not in _ROLES:
+            raise _bad_chat(
+                f"{field}.role is {int(message.role)}; it is not a Role of this API version",
+                field=f"{field}.role",
+            )
+        return _ROLES[message.role]
+    if not name:
+        raise _bad_chat(f"{field} has no role; set `role`", field=f"{field}.role")
+    if name in _ROLES.values():
+        raise _bad_chat(
+            f"{field}.role_name is {name!r}; send ROLE_{name.upper()} as `role` instead",
+            field=f"{field}.role_name",
+        )
+    if _NAME_PATTERN.fullmatch(name) is None:
+        raise _bad_chat(
+            f"{field}.role_name is {shown(name)}; it must be 1 to 64 of A-Z a-z 0-9 _ . -",
+            field=f"{field}.role_name",
+        )
+    return name
+
+
 def _content_of(
-    message: prompt_pb2.ChatMessage, field: str, info: ModelInfo
+    message: prompt_pb2.ChatMessage, role: str, field: str, info: ModelInfo
 ) -> tuple[str, tuple[PlacedImage, ...]]:
     """Return a message's text, and its images at their places in it."""
     if not message.parts:
@@ -215,7 +249,7 @@ def _content_of(
         if kind == "text":
             text += part.text
         elif kind == "image":
-            images.append(PlacedImage(len(text), _image_of(part.image, message.role, info, f"{place}.image")))
+            images.append(PlacedImage(len(text), _image_of(part.image, role, info, f"{place}.image")))
         else:
             raise _bad_chat(f"{place} has neither text nor an image", field=place)
     return text, tuple(images)
@@ -230,7 +264,9 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
             metadata={"architecture": info.architecture},
         )
     if role not in _SHOWING_ROLES:
-        raise _bad_chat(f'{field} is in a turn of {role!r}; images are for "user" and "tool"', field=field)
+        raise _bad_chat(
+            f"{field} is in a turn of {role!r}; images are only for ROLE_USER and ROLE_TOOL", field=field
+        )
     detail = enum_of(image.detail, prompt_pb2.ImageDetail, ImageDetail, unset=ImageDetail.AUTO)
     if detail is None:
         raise _bad_image(
@@ -292,7 +328,7 @@ def _arguments_of(struct: Struct) -> dict[str, Any]:
     try:
         arguments = _settled(MessageToDict(struct))
     except ValueError:
-        field = "chat.template_arguments"
+        field = "prompt.chat.template_arguments"
         raise _bad_chat(f"{field} has a number that is not finite, which JSON has not", field=field) from None
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments
@@ -322,7 +358,7 @@ def _check_end(conversation: Conversation) -> None:
     """Refuse options for the prompt's end that exclude each other."""
     last = conversation.messages[-1]
     if conversation.continues_final_message:
-        field = "chat.continue_final_message"
+        field = "prompt.chat.continue_final_message"
         if conversation.adds_generation_prompt:
             raise _bad_chat("add_generation_prompt and continue_final_message are both set", field=field)
         if last.role != "assistant" or not (last.content or last.reasoning) or last.tool_calls:

@@ -56,16 +56,16 @@ def check_model(model_id: str, info: ModelInfo) -> None:
         )
 
 
-def check_adapter(name: str, info: ModelInfo) -> None:
+def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
     """Accept an adapter that is served and the empty name; raises NotFound for any other."""
     served = [adapter.name for adapter in info.adapters]
     if name and name not in served:
         known = ", ".join(served[:_LISTED_LIMIT])
         raise NotFound(
             Reason.ADAPTER_NOT_FOUND,
-            f"adapter {shown(name)} is not served here; leave `adapter` empty or name one of the "
+            f"adapter {shown(name)} is not served here; leave `{field}` empty or name one of the "
             f"{len(served)} that ListModels shows: {known or 'none'}",
-            field="adapter",
+            field=field,
             metadata={"adapter": name, "served_adapters": known, "served_count": len(served)},
         )
 
@@ -230,10 +230,10 @@ def watch_interval_of(proto: Duration, *, present: bool) -> float:
 
 
 def page_size_of(value: int) -> int:
-    """Return how many entries a page may have; 0 asks for the default."""
-    if not 0 <= value <= PAGE_SIZE_LIMIT:
-        refuse_value("page_size", value, f"0 to {PAGE_SIZE_LIMIT}")
-    return value or DEFAULT_PAGE_SIZE
+    """Return how many entries a page may have: the default for 0, and never more than the limit."""
+    if value < 0:
+        refuse_value("page_size", value, "0 or more")
+    return min(value or DEFAULT_PAGE_SIZE, PAGE_SIZE_LIMIT)
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:

@@ -54,12 +54,12 @@ def sampling_of(
         )
     return SamplingParams(
         temperature=proto.temperature,
-        top_p=proto.top_p if proto.HasField("top_p") else 1.0,
+        top_p=proto.top_p or 1.0,
         top_k=proto.top_k,
         min_p=proto.min_p,
         xtc_probability=proto.xtc_probability,
         xtc_threshold=proto.xtc_threshold if proto.HasField("xtc_threshold") else DEFAULT_XTC_THRESHOLD,
-        repetition_penalty=proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0,
+        repetition_penalty=proto.repetition_penalty or 1.0,
         repetition_window=proto.repetition_window,
         presence_penalty=proto.presence_penalty,
         presence_window=proto.presence_window,
@@ -116,8 +116,8 @@ def _check_filters(proto: sampling_pb2.SamplingParams) -> None:
     if not (math.isfinite(proto.temperature) and proto.temperature >= 0):
         refuse_value("sampling.temperature", proto.temperature, "a finite number >= 0; 0 is greedy")
     # NaN fails every comparison, so each condition says what is allowed.
-    if proto.HasField("top_p") and not 0 < proto.top_p <= 1:
-        refuse_value("sampling.top_p", proto.top_p, "> 0 and <= 1; 1 keeps all tokens")
+    if not 0 <= proto.top_p <= 1:
+        refuse_value("sampling.top_p", proto.top_p, "> 0 and <= 1, or absent; 1 keeps all tokens")
     if proto.top_k < 0:
         refuse_value("sampling.top_k", proto.top_k, ">= 0; 0 keeps all tokens")
     if not 0 <= proto.min_p < 1:
@@ -130,11 +130,11 @@ def _check_filters(proto: sampling_pb2.SamplingParams) -> None:
 
 def _check_penalties(proto: sampling_pb2.SamplingParams) -> None:
     repetition = proto.repetition_penalty
-    if proto.HasField("repetition_penalty") and not 0 < repetition <= REPETITION_PENALTY_LIMIT:
+    if not 0 <= repetition <= REPETITION_PENALTY_LIMIT:
         refuse_value(
             "sampling.repetition_penalty",
             repetition,
-            f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}; 1 changes nothing",
+            f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}, or absent; 1 changes nothing",
         )
     for name, penalty in (
         ("presence_penalty", proto.presence_penalty),

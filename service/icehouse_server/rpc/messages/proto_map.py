@@ -22,7 +22,15 @@ from icehouse_server.domain.cache_stats import CacheStats, LookupStats
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=enum.Enum)
 
-RENAMED = {"block_token_limit": "block_tokens", "is_encrypted": "encrypted"}
+RENAMED = {
+    "block_token_limit": "block_tokens",
+    "is_encrypted": "encrypted",
+    "decode_step_p50_s": "decode_step_duration_p50",
+    "decode_step_p99_s": "decode_step_duration_p99",
+    "pass_p50_s": "pass_duration_p50",
+    "pass_p99_s": "pass_duration_p99",
+    "image_encode_s": "image_encode_duration",
+}
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
 """Properties that have a field in the message."""
 NOT_SENT: dict[type[Any], tuple[str, ...]] = {CacheStats: ("tenants",)}

@@ -25,8 +25,10 @@ from icehouse_server.domain.events import (
     CacheReport,
     Delta,
     Divergence,
+    Event,
     Finished,
     PrefillProgress,
+    Started,
     Usage,
 )
 from icehouse_server.domain.model import AdapterInfo, ModelInfo
@@ -110,7 +112,7 @@ def finished_proto(event: Finished) -> inference.Finished:
     """Return the last event of a stream."""
     return inference.Finished(
         finish_reason=enum_proto(event.reason, usage_pb2.FinishReason),
-        stop_string=event.stop_string,
+        stop_string=event.stop_string or "",
         stop_token_id=event.stop_token_id,
         usage=usage_proto(event.usage),
     )
@@ -191,7 +193,7 @@ def adapter_proto(adapter: AdapterInfo) -> adapter_pb2.Adapter:
 
 
 DAMAGED_HASH_LIMIT = 1000
-"""Most names in one VerifyResponse."""
+"""Most names in one VerifyResult."""
 
 
 def explain_response(
@@ -214,6 +216,30 @@ def explain_response(
     )
 
 
+def warm_response(
+    event: Event, *, request_id: str, notes: ReportNotes
+) -> cache_service_pb2.WarmResponse | None:
+    """Return what is sent of a warm-up for an event of the engine; None for nothing."""
+    match event:
+        case Started():
+            token_count = event.cache.cached_token_count
+        case PrefillProgress():
+            token_count = event.processed_token_count
+        case Finished():
+            done = cache_service_pb2.WarmResult(
+                request_id=request_id,
+                cache=cache_report_proto(event.usage.cache, notes),
+                usage=usage_proto(event.usage),
+            )
+            return cache_service_pb2.WarmResponse(done=done)
+        case _:
+            return None
+    progress = cache_service_pb2.WarmProgress(
+        request_id=request_id, processed_tokens=token_count, prompt_tokens=event.prompt_token_count
+    )
+    return cache_service_pb2.WarmResponse(progress=progress)
+
+
 def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
     """Return how far a removal is."""
     return cache_service_pb2.EvictProgress(
@@ -224,9 +250,9 @@ def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
     )
 
 
-def verify_response(report: VerifyReport) -> cache_service_pb2.VerifyResponse:
+def verify_result(report: VerifyReport) -> cache_service_pb2.VerifyResult:
     """Return what a check found; the list of names is cut, the count is not."""
-    return cache_service_pb2.VerifyResponse(
+    return cache_service_pb2.VerifyResult(
         verified_block_count=report.verified_block_count,
         verified_bytes=report.verified_bytes,
         damaged_hashes=[name.hex() for name in report.damaged_hashes[:DAMAGED_HASH_LIMIT]],

@@ -50,7 +50,14 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
         """Return a vector for each input; raises what refuses the request."""
         model = self._router.require_model()
-        whole = self._generation.request_of(request, policy=_NO_CACHE, model=model, call=call)
+        whole = self._generation.request_of(
+            request,
+            adapter=request.adapter,
+            adapter_field="adapter",
+            policy=_NO_CACHE,
+            model=model,
+            call=call,
+        )
         dimension_count = self._check(request, model.info)
         whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
         inputs = await self._read(request, model, call)

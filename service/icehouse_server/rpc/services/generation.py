@@ -8,7 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2
+from icehouse.v1 import cache_policy_pb2, prompt_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
@@ -42,7 +42,6 @@ from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
-    PromptMessage,
     PromptReader,
     ReadPrompt,
     UncheckedPrompt,
@@ -80,6 +79,8 @@ class Generation:
         self,
         message: RunMessage,
         *,
+        adapter: str,
+        adapter_field: str = "prompt.adapter",
         policy: cache_policy_pb2.CachePolicy,
         model: ServedModel,
         call: RpcCall,
@@ -90,7 +91,7 @@ class Generation:
         tokenizer.
         """
         check_model(message.model, model.info)
-        check_adapter(message.adapter, model.info)
+        check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
         call.request_id = request_name_of(message.request_id, generated=call.request_id)
         cache_use = cache_use_of(policy)
@@ -105,7 +106,7 @@ class Generation:
             deadline_time=call.deadline_time,
             cache_use=cache_use,
             tenant=tenant,
-            adapter=AdapterName(message.adapter),
+            adapter=AdapterName(adapter),
             shared_tenant=self.shared_tenant_of(policy, call),
             priority=priority_of(message.priority),
             session_id=call.session_id,
@@ -185,21 +186,21 @@ class Generation:
                 "response_format is set, and the tools constrain the output as well; leave one out",
                 field="response_format",
             )
-        return await self._grammars.compile(call_form, field="tools")
+        return await self._grammars.compile(call_form, field="prompt.tools")
 
     async def read_prompt(
-        self, message: PromptMessage, kind: str | None, *, tenant: Tenant, call: RpcCall
+        self, message: PromptMessage, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
         """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
-        raises what refuses it. `kind` is the prompt's set field."""
+        raises what refuses it."""
         model = self._router.require_model()
         check_model(message.model, model.info)
-        check_adapter(message.adapter, model.info)
+        prompt = message.prompt
+        check_adapter(prompt.adapter, model.info, field="prompt.adapter")
         call.model_id = model.info.model_id
-        normalizes = self.normalizes(tenant)
-        check = functools.partial(prompt_of, message, kind, model.info, normalizes=normalizes)
+        check = functools.partial(prompt_of, prompt, model.info, normalizes=self.normalizes(tenant))
         self.charge(0, call=call)
-        read = await self._read(UncheckedPrompt(check, message.ByteSize()), model, call)
+        read = await self._read(UncheckedPrompt(check, prompt.ByteSize()), model, call)
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
@@ -329,6 +330,13 @@ class RunMessage(Protocol):
     @property
     def model(self) -> str: ...
     @property
-    def adapter(self) -> str: ...
-    @property
     def priority(self) -> int: ...
+
+
+class PromptMessage(Protocol):
+    """A request message that asks the cache about a prompt."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> prompt_pb2.Prompt: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 from icehouse.v1 import completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
@@ -19,8 +20,8 @@ from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.ports import OpenImagesPort
-from icehouse_server.rpc.messages.conversations import check_no_tools
 from icehouse_server.rpc.messages.field_checks import (
+    check_adapter,
     check_model,
     completions_of,
     logprobs_of,
@@ -35,10 +36,8 @@ from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.services.generation import ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
-    Prompt,
     TextPrompt,
     UncheckedPrompt,
-    infill_of,
     pieces,
     prompt_of,
     text_of,
@@ -104,14 +103,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
-            kind = request.WhichOneof("prompt")
+            check_adapter(request.prompt.adapter, model.info, field="prompt.adapter")
             normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
-
-            def check() -> TextPrompt:
-                if kind == "infill":
-                    check_no_tools(request.tools, None)
-                    return infill_of(request.infill)
-                return text_prompt_of(request, kind, model.info, normalizes=normalizes)
+            check = functools.partial(text_prompt_of, request.prompt, model.info, normalizes=normalizes)
 
             def answer(prompt: TextPrompt, images: OpenImagesPort | None) -> messages.TokenizeResponse:
                 found = pieces(prompt, model, images)
@@ -119,7 +113,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
 
             self._generation.charge(0, call=call)
-            size_bytes = request.ByteSize()
+            size_bytes = request.prompt.ByteSize()
             checked = await self._prompts.run(check, size_bytes=size_bytes)
             response = await self._prompts.run_with_images(checked, model, answer, size_bytes=size_bytes)
             self._generation.charge(response.token_count, call=call)
@@ -146,9 +140,12 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        """Answer with the counters between two steps."""
+        """Answer with the cache's counters between two steps."""
         async with self._calls.call(context) as call:
-            return await self._stats.read(call.caller)
+            stats = await self._stats.read(call.caller)
+            return messages.CacheStatsResponse(
+                collect_time=stats.collect_time, cache=stats.cache if stats.HasField("cache") else None
+            )
 
     async def prepare(
         self,
@@ -164,7 +161,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         model = self._router.require_model()
         if request.session_id:
             call.session_id = session_id_of(request.session_id)
-        whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+        whole = self._generation.request_of(
+            request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
+        )
         normalizes = self._generation.normalizes(whole.tenant)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
@@ -175,16 +174,9 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             info=model.info,
         )
         wants_logprobs = request.HasField("logprobs")
-        kind = request.WhichOneof("prompt")
         choice = request.tool_choice if request.HasField("tool_choice") else None
-
-        def check() -> Prompt:
-            if kind == "infill":
-                check_no_tools(request.tools, choice)
-                return infill_of(request.infill)
-            return prompt_of(request, kind, model.info, choice, normalizes=normalizes)
-
-        prompt = UncheckedPrompt(check, request.ByteSize())
+        check = functools.partial(prompt_of, request.prompt, model.info, choice, normalizes=normalizes)
+        prompt = UncheckedPrompt(check, request.prompt.ByteSize())
         return await self._generation.prepare(
             dataclasses.replace(
                 whole,
@@ -209,7 +201,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
 
 
 def _operation_of(request: messages.GenerateRequest) -> Operation:
-    return Operation.CHAT if request.WhichOneof("prompt") == "chat" else Operation.TEXT_COMPLETION
+    return Operation.CHAT if request.prompt.HasField("chat") else Operation.TEXT_COMPLETION
 
 
 _LENGTH_DELIMITED = 2
@@ -261,7 +253,7 @@ class ReplySum:
             text=first.text,
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
-            stop_string=first.stop_string if first.HasField("stop_string") else None,
+            stop_string=first.stop_string,
             stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
             usage=first.usage,
             cache=first.cache,
@@ -269,7 +261,7 @@ class ReplySum:
             tool_calls=first.tool_calls,
             reasoning=first.reasoning,
             malformed_tool_calls=first.malformed_tool_calls,
-            create_time=self._started.create_time,
+            receive_time=self._started.receive_time,
             system_fingerprint=self._started.system_fingerprint,
             max_output_tokens=self._started.max_output_tokens,
             unenforced_keywords=self._started.unenforced_keywords,
@@ -320,7 +312,7 @@ class _CompletionSum:
             text="".join(self._texts),
             token_ids=self._token_ids,
             finish_reason=finished.finish_reason,
-            stop_string=finished.stop_string if finished.HasField("stop_string") else None,
+            stop_string=finished.stop_string,
             stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
             usage=finished.usage,
             cache=cache,

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from icehouse.v1 import cache_service_pb2, inference_service_pb2, load_report_pb2
+from icehouse.v1 import load_report_pb2, server_service_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
@@ -253,8 +253,8 @@ _BURST_COUNT = 64
 
 
 class StatsReader:
-    """Asks the engine for its counters between two steps, for CacheStats and WatchStats. Owned by the event
-    loop."""
+    """Asks the engine for its counters between two steps, for every method that answers with some. Owned by
+    the event loop."""
 
     def __init__(
         self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
@@ -271,16 +271,19 @@ class StatsReader:
         self._told: dict[Tenant | None, _Told] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
-    async def read(self, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+    async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
         """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
 
         Only operators see the whole server's: they would tell one tenant of the others.
         """
         return (await self._read(caller)).stats
 
-    async def watched(self, caller: Caller) -> Encoded:
-        """Return them as an encoded WatchStatsResponse, one for all who see the same; raises as `read`."""
-        return (await self._read(caller)).watched
+    async def answer(self, caller: Caller) -> Encoded:
+        """Return them encoded, one message for all who see the same; raises as `read`.
+
+        The bytes are a GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
+        """
+        return (await self._read(caller)).answer
 
     async def _read(self, caller: Caller) -> _Told:
         counters = await self.ask()
@@ -288,10 +291,10 @@ class StatsReader:
             self._latest, self._told = counters, {}
         told = self._told.get(caller.scope)
         if told is None:
-            told = self._told[caller.scope] = _Told(self._response(counters, caller))
+            told = self._told[caller.scope] = _Told(self._stats_of(counters, caller))
         return told
 
-    def _response(self, counters: Counters, caller: Caller) -> inference_service_pb2.CacheStatsResponse:
+    def _stats_of(self, counters: Counters, caller: Caller) -> server_service_pb2.ServerStats:
         engine, cache = counters
         is_operator = caller.role is Role.OPERATOR
         stats = ServerStats(
@@ -300,10 +303,10 @@ class StatsReader:
             cache=cache if is_operator else None,
             slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
         )
-        response = to_proto(stats, inference_service_pb2.CacheStatsResponse)
+        proto = to_proto(stats, server_service_pb2.ServerStats)
         accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
-        response.tenants.extend(tenant_stats_protos(self.tenants, accounts, cache))
-        return response
+        proto.tenants.extend(tenant_stats_protos(self.tenants, accounts, cache))
+        return proto
 
     async def ask(self) -> Counters:
         """Return the engine's next counters; raises as `read` does.
@@ -334,13 +337,13 @@ class StatsReader:
 class _Told:
     """An answer made of the counters, for all who may see the same."""
 
-    def __init__(self, stats: inference_service_pb2.CacheStatsResponse) -> None:
+    def __init__(self, stats: server_service_pb2.ServerStats) -> None:
         self.stats = stats
 
     @functools.cached_property
-    def watched(self) -> Encoded:
-        """A WatchStatsResponse."""
-        return Encoded(cache_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
+    def answer(self) -> Encoded:
+        """A WatchStatsResponse or GetStatsResponse."""
+        return Encoded(server_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
 
 
 def _noted(asked: asyncio.Future[Counters]) -> None:

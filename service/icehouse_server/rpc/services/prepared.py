@@ -60,7 +60,7 @@ class Prepared:
     model: ServedModel
     request: GenerationRequest
     chat: RenderedConversation | None
-    create_time: float
+    receive_time: float
     """`Clock.wall` when the request reached the edge."""
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
@@ -94,7 +94,7 @@ class Prepared:
             request_id=request.name,
             model=info.model_id,
             seed=request.sampling.seed,
-            create_time=timestamp_proto(self.create_time),
+            receive_time=timestamp_proto(self.receive_time),
             system_fingerprint=info.system_fingerprint(request.adapter),
             # The least of what was asked for, what the server allows and what the context leaves.
             max_output_tokens=min(

@@ -44,7 +44,7 @@ class Text:
     """Plain text."""
 
     text: str
-    field: str = "text"
+    field: str = "prompt.text"
 
     @property
     def size_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Chat:
     """A conversation."""
 
     conversation: Conversation
-    field: str = "chat"
+    field: str = "prompt.chat"
     changes: tuple[PromptChange, ...] = ()
     """What the normaliser changed of it."""
 
@@ -72,7 +72,6 @@ class Tokens:
     """Token ids, inside the vocabulary."""
 
     token_ids: tuple[int, ...]
-    field: str = "tokens"
     images: SentImages | None = None
     """Images that some of the tokens stand for, prepared by the caller."""
     normalizes: bool = False
@@ -84,7 +83,7 @@ class InfillText:
 
     prefix: str
     suffix: str
-    field: str = "infill"
+    field: str = "prompt.infill"
 
     @property
     def size_bytes(self) -> int:
@@ -127,78 +126,60 @@ class ReadPrompt:
         return keys_of(self.token_ids, self.images)
 
 
-class TextMessage(Protocol):
-    """A request message with a prompt in plain text or as a conversation."""
-
-    def ByteSize(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def chat(self) -> prompt_pb2.ChatPrompt: ...
-    @property
-    def tools(self) -> Sequence[tool_pb2.Tool]: ...
-
-
-class PromptMessage(TextMessage, Protocol):
-    """A request message with any prompt."""
-
-    @property
-    def tokens(self) -> prompt_pb2.TokenPrompt: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def adapter(self) -> str: ...
-
-
 def text_prompt_of(
-    message: TextMessage,
-    kind: str | None,
+    prompt: prompt_pb2.Prompt,
     info: ModelInfo,
     choice: tool_pb2.ToolChoice | None = None,
     *,
     normalizes: bool = False,
-) -> Text | Chat:
-    """Return the prompt that `kind` (the oneof's set field) names; raises InvalidRequest."""
-    if kind == "chat":
-        conversation = conversation_of(message.chat, tools=message.tools, choice=choice, info=info)
+) -> TextPrompt:
+    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill.
+
+    A conversation is normalised first if `normalizes` is set.
+    """
+    form = prompt.WhichOneof("form")
+    if form == "chat":
+        conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
         if not normalizes:
             return Chat(conversation)
         conversation, changes = normalized(conversation)
         return Chat(conversation, changes=changes)
-    check_no_tools(message.tools, choice)
-    if kind == "text":
-        return Text(message.text)
-    raise _missing("`text` or `chat`")
-
-
-def infill_of(message: prompt_pb2.InfillPrompt) -> InfillText:
-    """Return a gap; raises InvalidRequest if both texts around it are empty."""
-    if not (message.prefix or message.suffix):
-        raise _empty("infill")
-    return InfillText(message.prefix, message.suffix)
+    check_no_tools(prompt.tools, choice)
+    if form == "text":
+        return Text(prompt.text)
+    if form == "infill":
+        if not (prompt.infill.prefix or prompt.infill.suffix):
+            raise _empty("prompt.infill")
+        return InfillText(prompt.infill.prefix, prompt.infill.suffix)
+    if form is None:
+        raise _missing("`text`, `chat` or `infill`")
+    raise InvalidRequest(
+        Reason.UNSUPPORTED,
+        "`prompt.tokens` is set, and tokens need no tokenizing; set `text`, `chat` or `infill`",
+        field="prompt.tokens",
+    )
 
 
 def prompt_of(
-    message: PromptMessage,
-    kind: str | None,
+    prompt: prompt_pb2.Prompt,
     info: ModelInfo,
     choice: tool_pb2.ToolChoice | None = None,
     *,
     normalizes: bool = False,
 ) -> Prompt:
-    """Return the prompt that `kind` names; raises InvalidRequest, also for an empty one.
+    """Return a prompt; raises InvalidRequest, also for an empty one.
 
     It is normalised first if `normalizes` is set.
     """
-    if kind is None:
-        raise _missing("`text`, `chat` or `tokens`")
-    if kind == "tokens":
-        check_no_tools(message.tools, choice)
-        return _tokens_of(message.tokens, info, normalizes=normalizes)
-    prompt = text_prompt_of(message, kind, info, choice, normalizes=normalizes)
-    if isinstance(prompt, Text) and not prompt.text:
-        raise _empty("text")
-    return prompt
+    form = prompt.WhichOneof("form")
+    if form is None:
+        raise _missing("`text`, `chat`, `tokens` or `infill`")
+    if form == "tokens":
+        check_no_tools(prompt.tools, choice)
+        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
+    if form == "text" and not prompt.text:
+        raise _empty("prompt.text")
+    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
 
 
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
@@ -229,10 +210,10 @@ def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text |
     if kind is None:
         raise _missing("`text` or `tokens`")
     if kind == "tokens":
-        return _tokens_of(message.tokens, info)
+        return _tokens_of(message.tokens, info, field="tokens")
     if not message.text:
         raise _empty("text")
-    return Text(message.text)
+    return Text(message.text, field="text")
 
 
 @contextlib.contextmanager
@@ -452,12 +433,14 @@ def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:
     )
 
 
-def _tokens_of(tokens: prompt_pb2.TokenPrompt, info: ModelInfo, *, normalizes: bool = False) -> Tokens:
+def _tokens_of(
+    tokens: prompt_pb2.TokenPrompt, info: ModelInfo, *, field: str, normalizes: bool = False
+) -> Tokens:
     if not tokens.ids:
-        raise _empty("tokens")
+        raise _empty(field)
     # Before the ids are checked one by one, so that the longest message costs the loop little.
-    check_length(len(tokens.ids), info, field="tokens")
-    check_token_ids(tokens.ids, info, field="tokens.ids")
+    check_length(len(tokens.ids), info, field=field)
+    check_token_ids(tokens.ids, info, field=f"{field}.ids")
     return Tokens(tuple(tokens.ids), normalizes=normalizes)
 
 

@@ -40,7 +40,14 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
         """Answer with the documents, best first."""
         async with self._calls.call(context, Operation.RERANK) as call:
             model = self._router.require_model()
-            whole = self._generation.request_of(request, policy=request.cache, model=model, call=call)
+            whole = self._generation.request_of(
+                request,
+                adapter=request.adapter,
+                adapter_field="adapter",
+                policy=request.cache,
+                model=model,
+                call=call,
+            )
             form = self._check(request, model)
             whole = dataclasses.replace(
                 whole,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 
@@ -12,6 +14,8 @@ from icehouse.v1 import server_service_pb2 as messages
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.rpc.calls.call_lifecycle import Context
+from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
@@ -19,6 +23,7 @@ from icehouse_server.rpc.messages.field_checks import (
     page_size_of,
     refuse_value,
     request_name_of,
+    watch_interval_of,
 )
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import model_proto
@@ -39,6 +44,8 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     def __init__(self, parts: ServiceParts, server: messages.Server) -> None:
         self._calls = parts.calls
         self._router = parts.router
+        self._stats = parts.stats
+        self._stall_timeout_s = parts.config.stall_timeout_s
         self._requests = parts.generation.open_requests
         self._clock = parts.clock
         self._start_time = parts.clock.monotonic()
@@ -53,6 +60,29 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
             server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
             server.MergeFrom(self._server)
             return messages.GetServerResponse(server=server)
+
+    async def GetStats(  # type: ignore[override]
+        self, request: messages.GetStatsRequest, context: Context
+    ) -> Encoded:
+        """Answer with the counters between two steps."""
+        async with self._calls.call(context) as call:
+            return await self._stats.answer(call.caller)
+        # `RpcCalls` turns every error into a status and raises that.
+        raise AssertionError("a call that answered nothing ended well")
+
+    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
+    async def WatchStats(  # type: ignore[override]
+        self, request: messages.WatchStatsRequest, context: Context
+    ) -> None:
+        """Send counters until the caller ends it or the engine stops."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        async with self._calls.call(context) as call, timer.guard():
+            interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
+            while True:
+                await timer.write(context, await self._stats.answer(call.caller))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await self._router.left_ready.wait()
 
     async def ListRequests(
         self, request: messages.ListRequestsRequest, context: Context

@@ -109,9 +109,9 @@ def worker_request_of(
     )
     match request.WhichOneof("input"):
         case "tokenized":
-            native.tokens.ids.extend(input_ids_of(request.tokenized, info))
+            native.prompt.tokens.ids.extend(input_ids_of(request.tokenized, info))
         case "text":
-            native.text = request.text
+            native.prompt.text = request.text
     _fill_sampling(native, params)
     native.stop_token_ids.extend(_ids(params.stop_token_ids, "sampling_params.stop_token_ids", info))
     _fill_format(native, params)
@@ -163,9 +163,8 @@ def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: S
 def _fill_sampling(native: inference_service_pb2.GenerateRequest, params: worker.SamplingParams) -> None:
     sampling = native.sampling
     sampling.temperature = params.temperature if params.HasField("temperature") else _UNSET_TEMPERATURE
-    # In these, unset and 0 look alike, and 0 would let nothing through.
-    sampling.top_p = params.top_p or 1.0
-    sampling.repetition_penalty = params.repetition_penalty or 1.0
+    sampling.top_p = params.top_p
+    sampling.repetition_penalty = params.repetition_penalty
     sampling.top_k = _as_int32(params.top_k, "sampling_params.top_k")
     sampling.min_p = params.min_p
     sampling.frequency_penalty = params.frequency_penalty
@@ -349,6 +348,9 @@ SENT_AS = {
     "logprobs.top_count": "sampling_params.logprobs",
     "max_output_tokens": "sampling_params.max_tokens",
     "prompt": "input",
+    "prompt.text": "text",
+    "prompt.tokens": "tokenized.input_ids",
+    "prompt.tokens.ids": "tokenized.input_ids",
     "response_format": "sampling_params",
     "response_format.choice.texts": "sampling_params.choice.choices",
     "response_format.choice": "sampling_params.choice",
@@ -361,8 +363,6 @@ SENT_AS = {
     "sampling.min_output_tokens": "sampling_params.min_tokens",
     "stop": "sampling_params.stop",
     "stop_token_ids": "sampling_params.stop_token_ids",
-    "tokens": "tokenized.input_ids",
-    "tokens.ids": "tokenized.input_ids",
 }
 """The API's field names and the gateway's; the rest of a longer name stays as it is."""
 
@@ -394,7 +394,7 @@ def named_as_sent() -> Iterator[None]:
 
 
 def _renamed(message: str, field: str, name: str) -> str:
-    # Some names are also words, such as "tokens": only what stands for the field is changed.
+    # Some names are also words, such as "stop": only what stands for the field is changed.
     if message.startswith(f"{field} "):
         return name + message[len(field) :]
     return message.replace(f"`{field}`", f"`{name}`")

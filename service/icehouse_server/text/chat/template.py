@@ -70,7 +70,7 @@ class ChatTemplate:
             if name in self._reserved:
                 raise _invalid(
                     f"template_arguments has {name!r}, which the server sets itself; leave it out",
-                    field="chat.template_arguments",
+                    field="prompt.chat.template_arguments",
                     argument=name,
                 )
         try:
@@ -116,7 +116,7 @@ class ChatTemplate:
             return
         lost = skeleton.lost_fields(text)
         if lost:
-            field = f"chat.{lost[0]}"
+            field = f"prompt.chat.{lost[0]}"
             raise _invalid(
                 f"the model's chat template would drop {field} without a word; say it in a user's message "
                 "instead",
@@ -163,5 +163,5 @@ def _own_arguments(wrapper: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _invalid(message: str, *, field: str = "chat", **facts: object) -> InvalidRequest:
+def _invalid(message: str, *, field: str = "prompt.chat", **facts: object) -> InvalidRequest:
     return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata=facts)

@@ -75,7 +75,9 @@ async def test_requests_are_listed_and_ended(served: RunningServer) -> None:
     served.engine.script = hanging
     address = ("--address", served.server.address)
     nothing = await invoke("requests", *address)
-    call = served.inference.Stream(inference.GenerateRequest(text="ab", request_id="r1", max_output_tokens=9))
+    call = served.inference.Stream(
+        inference.GenerateRequest(prompt={"text": "ab"}, request_id="r1", max_output_tokens=9)
+    )
     while (await call.read()).WhichOneof("event") != "delta":
         pass
     listed, facts = await invoke("requests", *address), await invoke("requests", "--json", *address)

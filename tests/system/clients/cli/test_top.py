@@ -16,7 +16,7 @@ from icehouse.v1.cache_stats_pb2 import (
     CacheTierStats,
 )
 from icehouse.v1.engine_stats_pb2 import EngineStats
-from icehouse.v1.inference_service_pb2 import CacheStatsResponse
+from icehouse.v1.server_service_pb2 import ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
 from icehouse_client.cli.connection import Server, open_client
 from icehouse_client.cli.main import app
@@ -51,8 +51,8 @@ def engine(uptime_s: float = 100.0, **counts: int) -> EngineStats:
         prefilled_token_total=1000,
         cached_token_total=4000,
         output_token_total=2000,
-        decode_step_p50=duration_proto(0.034),
-        decode_step_p99=duration_proto(2.5),
+        decode_step_duration_p50=duration_proto(0.034),
+        decode_step_duration_p99=duration_proto(2.5),
         active_memory_bytes=3 * GIB,
         memory_limit_bytes=8 * GIB,
     )
@@ -93,11 +93,9 @@ def slow(request_id: str = "r1") -> SlowRequest:
     )
 
 
-def stats(
-    seconds: int = 0, *slowest: SlowRequest, uptime_s: float = 100.0, **counts: int
-) -> CacheStatsResponse:
+def stats(seconds: int = 0, *slowest: SlowRequest, uptime_s: float = 100.0, **counts: int) -> ServerStats:
     """Return a look at a server after so many seconds."""
-    found = CacheStatsResponse(
+    found = ServerStats(
         engine=engine(uptime_s + seconds, **counts), cache=cache(), slowest_requests=slowest or (slow(),)
     )
     found.collect_time.FromSeconds(1000 + seconds)
@@ -105,7 +103,7 @@ def stats(
 
 
 def shown(
-    found: CacheStatsResponse | None = None, rates: Rates | None = None, *, width: int = 120, **given: Any
+    found: ServerStats | None = None, rates: Rates | None = None, *, width: int = 120, **given: Any
 ) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     found = found or stats()
@@ -184,7 +182,7 @@ def test_a_callers_name_cannot_command_the_terminal() -> None:
 
 
 def test_a_tenant_sees_its_own_requests_and_why_not_more() -> None:
-    text = shown(CacheStatsResponse(slowest_requests=[slow()]))
+    text = shown(ServerStats(slowest_requests=[slow()]))
     assert "operator's token" in text and "r1" in text
 
 

@@ -25,7 +25,7 @@ from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, hanging
 from tests.unit.rpc.conftest import RunningServer, channel_options, running
 
-REQUEST = messages.GenerateRequest(text="Hi", max_output_tokens=1)
+REQUEST = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
 SEARCH = uri("spiffe://corp.example/team/search")
 
 
@@ -100,7 +100,9 @@ async def test_a_new_certificate_is_served_and_running_streams_go_on(
     async with running(security=tls(authority, tmp_path)) as served:
         served.engine.script = hanging
         async with channel_of(served, authority) as old:
-            stream = inference(old).Stream(messages.GenerateRequest(text="Hi", max_output_tokens=4))
+            stream = inference(old).Stream(
+                messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=4)
+            )
             assert (await stream.read()).WhichOneof("event") == "started"
             assert (await stream.read()).delta.text == "hello"
             assert await served_name(served) == "first"

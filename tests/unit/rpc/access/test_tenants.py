@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2
+from icehouse.v1 import cache_policy_pb2, cache_service_pb2, server_service_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
@@ -28,13 +28,14 @@ from tests.fixtures.engine import FakeClock
 from tests.fixtures.engine import request as generation_request
 from tests.fixtures.rpc.details import refusal_of, refused
 from tests.fixtures.rpc.fake_engine import counting, hanging, started
+from tests.fixtures.rpc.stubs import done
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.conftest import RunningServer, running
 
 
 def request_of(tenant: str, *, max_output_tokens: int = 4, text: str = "Hi") -> messages.GenerateRequest:
     policy = cache_policy_pb2.CachePolicy(tenant=tenant)
-    return messages.GenerateRequest(text=text, max_output_tokens=max_output_tokens, cache=policy)
+    return messages.GenerateRequest(prompt={"text": text}, max_output_tokens=max_output_tokens, cache=policy)
 
 
 def silent(request: GenerationRequest) -> list[Event]:
@@ -43,7 +44,7 @@ def silent(request: GenerationRequest) -> list[Event]:
 
 
 async def stats_of(served: RunningServer, tenant: str = "") -> Any:
-    response = await served.inference.CacheStats(messages.CacheStatsRequest())
+    response = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
     [found] = [stats for stats in response.tenants if stats.tenant == tenant]
     return found
 
@@ -134,7 +135,8 @@ async def test_the_numbers_of_a_tenant_add_up() -> None:
         share = TenantShare(Tenant("a"), ram_bytes=5, ssd_bytes=7)
         served.engine.cache_stats = CacheStats(tenants=(share,))
         await served.inference.Generate(request_of("a", text="four"))
-        await served.cache.Warm(cache_service_pb2.WarmRequest(text="abc", cache=request_of("a").cache))
+        warm = cache_service_pb2.WarmRequest(prompt={"text": "abc"}, cache=request_of("a").cache)
+        await done(served.cache.Warm(warm))
         stats = await stats_of(served, "a")
         assert (stats.accepted_total, stats.prompt_token_total, stats.output_token_total) == (2, 7, 4)
         assert stats.cached_token_total == 6
@@ -171,9 +173,11 @@ async def test_a_sample_has_every_tenants_use() -> None:
 async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: Path) -> None:
     async with guarded_server(tmp_path) as served:
         for token, name in ((SEARCH, "one"), (ADS, "two")):
-            request = messages.GenerateRequest(text="Hi", max_output_tokens=1, request_id=name)
+            request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1, request_id=name)
             await served.inference.Generate(request, metadata=bearer(token))
-        own = await served.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(SEARCH))
+        own = (
+            await served.serving.GetStats(server_service_pb2.GetStatsRequest(), metadata=bearer(SEARCH))
+        ).stats
         assert [stats.tenant for stats in own.tenants] == ["search"]
         assert {field.name for field, _ in own.ListFields()} == {
             "collect_time",
@@ -181,10 +185,12 @@ async def test_a_tenant_is_told_of_itself_only_and_an_operator_of_all(tmp_path: 
             "slowest_requests",
         }
         assert [slow.request_id for slow in own.slowest_requests] == ["one"]
-        watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=bearer(ADS))
+        watch = served.serving.WatchStats(server_service_pb2.WatchStatsRequest(), metadata=bearer(ADS))
         assert [stats.tenant for stats in (await watch.read()).stats.tenants] == ["ads"]
         watch.cancel()
-        everything = await served.inference.CacheStats(messages.CacheStatsRequest(), metadata=bearer(BOSS))
+        everything = (
+            await served.serving.GetStats(server_service_pb2.GetStatsRequest(), metadata=bearer(BOSS))
+        ).stats
         assert {stats.tenant for stats in everything.tenants} == {"search", "ads"}
         assert everything.engine.step_total == 7
         assert {slow.request_id for slow in everything.slowest_requests} == {"one", "two"}
@@ -223,7 +229,7 @@ async def test_names_that_callers_make_up_are_bounded(monkeypatch: pytest.Monkey
         served.engine.script = counting
         for index in range(10):
             await served.inference.Generate(request_of(f"t{index}"))
-        response = await served.inference.CacheStats(messages.CacheStatsRequest())
+        response = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
         assert [stats.tenant for stats in response.tenants] == ["busy", "t8", "t9"]
         stream.cancel()
         await served.cancelled()
@@ -235,14 +241,15 @@ async def test_prompts_that_the_engine_does_not_run_count_too(tmp_path: Path, na
     pool: Any = pool_with_v1()
     service, _, method = name.partition("/")
     message = GetMessageClass(pool.FindServiceByName(service).methods_by_name[method].input_type)
-    has_text = "text" in message.DESCRIPTOR.fields_by_name
-    data = (message(text="a" * 10) if has_text else message(token_ids=[97] * 10)).SerializeToString()
+    has_prompt = "prompt" in message.DESCRIPTOR.fields_by_name
+    asked = message(prompt={"text": "a" * 10}) if has_prompt else message(token_ids=[97] * 10)
+    data = asked.SerializeToString()
     async with guarded_server(tmp_path, tenants=TenantConfig(tokens_per_minute=10)) as served:
-        call: Any = served.channel.unary_unary(f"/{name}")
+        call: Any = served.channel.unary_stream(f"/{name}")
 
         async def reason(token: str) -> str:
             try:
-                await call(data, metadata=bearer(token))
+                await call(data, metadata=bearer(token)).read()
             except grpc.aio.AioRpcError as error:
                 return refusal_of(error).reason
             return ""

@@ -16,7 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2, inference_service_pb2, model_service_pb2
+from icehouse.v1 import (
+    cache_policy_pb2,
+    cache_service_pb2,
+    inference_service_pb2,
+    model_service_pb2,
+    server_service_pb2,
+)
 from icehouse_server.config import ConnectionConfig, SecurityConfig, TenantConfig
 from icehouse_server.domain.cache_commands import EvictReport, VerifyReport
 from icehouse_server.domain.ids import BlockHash
@@ -26,9 +32,10 @@ from icehouse_server.rpc.access.tokens import TOKEN_COUNT_LIMIT, TokenFile, dige
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import Refusal, refused
+from tests.fixtures.rpc.stubs import done
 from tests.unit.rpc.conftest import RunningServer, running
 
-GENERATE = inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1)
+GENERATE = inference_service_pb2.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
 SEARCH, ADS, BOSS = new_token(), new_token(), new_token()
 
 
@@ -98,7 +105,7 @@ async def test_without_a_good_token_nothing_is_served(
             served.inference.Generate(GENERATE, metadata=metadata),
             served.inference.Stream(GENERATE, metadata=metadata).read(),
             served.models.ListModels(model_service_pb2.ListModelsRequest(), metadata=metadata),
-            served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(), metadata=metadata).read(),
+            served.serving.WatchStats(server_service_pb2.WatchStatsRequest(), metadata=metadata).read(),
         )
         for call in calls:
             refusal = await refused(call)
@@ -145,7 +152,7 @@ async def test_reflection_wants_a_token_too(tmp_path: Path) -> None:
 async def test_the_body_may_not_name_another_tenant(tmp_path: Path) -> None:
     async with guarded_server(tmp_path) as served:
         request = inference_service_pb2.GenerateRequest(
-            text="Hi", max_output_tokens=1, cache=cache_policy_pb2.CachePolicy(tenant="ads")
+            prompt={"text": "Hi"}, max_output_tokens=1, cache=cache_policy_pb2.CachePolicy(tenant="ads")
         )
         refusal = await refused(served.inference.Generate(request, metadata=bearer(SEARCH)))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, Reason.TENANT_FORBIDDEN)
@@ -155,44 +162,53 @@ async def test_the_body_may_not_name_another_tenant(tmp_path: Path) -> None:
             assert served.engine.submitted[-1].tenant == "ads"
 
 
-async def test_orders_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
+def reading(method: Any) -> Any:
+    """Return a call of a stream that reads its first message."""
+    return lambda request, **options: method(request, **options).read()
+
+
+async def test_commands_reach_the_callers_own_blocks_only(tmp_path: Path) -> None:
     async with guarded_server(tmp_path) as served:
-        foreign = cache_policy_pb2.CachePolicy(tenant="ads")
+        foreign: Any = {"prompt": {"text": "Hi"}, "cache": {"tenant": "ads"}}
         served.engine.order_answer = EvictReport()
         for message, method in (
-            (cache_service_pb2.ExplainRequest(text="Hi", cache=foreign), served.cache.Explain),
-            (cache_service_pb2.WarmRequest(text="Hi", cache=foreign), served.cache.Warm),
-            (cache_service_pb2.PinRequest(text="Hi", cache=foreign), served.cache.Pin),
-            (cache_service_pb2.UnpinRequest(text="Hi", cache=foreign), served.cache.Unpin),
-            (cache_service_pb2.EvictRequest(text="Hi", cache=foreign), served.cache.Evict),
+            (cache_service_pb2.ExplainRequest(**foreign), served.cache.Explain),
+            (cache_service_pb2.WarmRequest(**foreign), reading(served.cache.Warm)),
+            (cache_service_pb2.PinRequest(**foreign), served.cache.Pin),
+            (cache_service_pb2.UnpinRequest(**foreign), served.cache.Unpin),
+            (
+                cache_service_pb2.EvictRequest(**foreign),
+                reading(served.cache.Evict),
+            ),
         ):
             assert (await refused(method(message, metadata=bearer(SEARCH)))).reason == "TENANT_FORBIDDEN"
-        evict = cache_service_pb2.EvictRequest(text="Hi", cache=foreign)
-        stream = served.cache.EvictWithProgress(evict, metadata=bearer(SEARCH))
-        assert (await refused(stream.read())).reason == "TENANT_FORBIDDEN"
         assert served.engine.orders == []
-        await served.cache.Evict(cache_service_pb2.EvictRequest(text="Hi"), metadata=bearer(SEARCH))
+        evict = cache_service_pb2.EvictRequest(prompt={"text": "Hi"})
+        await done(served.cache.Evict(evict, metadata=bearer(SEARCH)))
         assert served.engine.orders[0].scope.tenant == "search"
 
 
 async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) -> None:
     async with guarded_server(tmp_path) as served:
-        evict_all = cache_service_pb2.EvictRequest(all=True)
+        evict_all = cache_service_pb2.EvictAllRequest()
         verify = cache_service_pb2.VerifyRequest()
+        stats = inference_service_pb2.CacheStatsRequest()
         for call in (
-            served.cache.Evict(evict_all, metadata=bearer(SEARCH)),
-            served.cache.EvictWithProgress(evict_all, metadata=bearer(SEARCH)).read(),
-            served.cache.Verify(verify, metadata=bearer(SEARCH)),
-            served.cache.VerifyWithProgress(verify, metadata=bearer(SEARCH)).read(),
+            served.cache.EvictAll(evict_all, metadata=bearer(SEARCH)).read(),
+            served.cache.Verify(verify, metadata=bearer(SEARCH)).read(),
+            served.inference.CacheStats(stats, metadata=bearer(SEARCH)),
         ):
             refusal = await refused(call)
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, Reason.OPERATOR_ONLY)
         assert served.engine.orders == []
         served.engine.order_answer = EvictReport(ram_block_count=3)
-        assert (await served.cache.Evict(evict_all, metadata=bearer(BOSS))).ram_block_count == 3
+        removed = await done(served.cache.EvictAll(evict_all, metadata=bearer(BOSS)))
+        assert removed.ram_block_count == 3
         served.engine.order_answer = VerifyReport(1, 2, (), 0.0)
         served.engine.stored = (BlockHash(bytes(32)),)
-        assert (await served.cache.Verify(verify, metadata=bearer(BOSS))).verified_block_count == 1
+        found = await done(served.cache.Verify(verify, metadata=bearer(BOSS)))
+        assert found.verified_block_count == 1
+        assert (await served.inference.CacheStats(stats, metadata=bearer(BOSS))).HasField("collect_time")
 
 
 async def test_a_changed_file_is_taken_into_use_and_a_bad_one_is_not(

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
-from icehouse.v1 import cache_service_pb2, inference_service_pb2
+from icehouse.v1 import inference_service_pb2, server_service_pb2
 from icehouse_server.rpc.calls.methods import METHODS, CallPool, Cost, Method, MethodAccess
 from icehouse_server.rpc.reflection import pool_with_v1
 
@@ -61,7 +61,7 @@ def test_what_takes_a_prompt_is_charged_for_it(name: str, row: Method) -> None:
     service, _, method = name.partition("/")
     pool: Any = pool_with_v1()
     fields = pool.FindServiceByName(service).methods_by_name[method].input_type.fields_by_name
-    has_prompt = bool({"text", "chat", "inputs", "documents", "tokenized", "token_ids"} & set(fields))
+    has_prompt = bool({"prompt", "text", "inputs", "documents", "tokenized", "token_ids"} & set(fields))
     assert has_prompt == (row.cost is not Cost.NOTHING)
 
 
@@ -87,8 +87,8 @@ def end_soon(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 async def test_a_call_without_a_deadline_gets_its_methods(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_soon(monkeypatch, "icehouse.v1.CacheService/WatchStats")
-    watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
+    end_soon(monkeypatch, "icehouse.v1.ServerService/WatchStats")
+    watch = served.serving.WatchStats(server_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in watch:
             pass
@@ -99,12 +99,12 @@ async def test_a_call_without_a_deadline_gets_its_methods(
 async def test_its_end_is_told_wherever_it_comes(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "icehouse.v1.CacheService/WatchStats"
+    name = "icehouse.v1.ServerService/WatchStats"
     for number in range(60):
         # Before the request has come, while the headers or the first message are sent, and behind them.
         row = dataclasses.replace(METHODS[name], own_deadline_s=0.0005 + 0.0002 * number)
         monkeypatch.setitem(METHODS, name, row)  # type: ignore[arg-type]
-        watch = served.cache.WatchStats(cache_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
+        watch = served.serving.WatchStats(server_service_pb2.WatchStatsRequest(interval={"seconds": 3600}))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in watch:
                 pass
@@ -114,16 +114,18 @@ async def test_its_end_is_told_wherever_it_comes(
 async def test_one_that_brings_its_own_keeps_it(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_soon(monkeypatch, "icehouse.v1.CacheService/WatchStats")
-    request = cache_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
-    watch = served.cache.WatchStats(request, timeout=BOUND_S)
+    end_soon(monkeypatch, "icehouse.v1.ServerService/WatchStats")
+    request = server_service_pb2.WatchStatsRequest(interval={"nanos": 100_000_000})
+    watch = served.serving.WatchStats(request, timeout=BOUND_S)
     for _ in range(3):
         assert (await watch.read()).HasField("stats")
     watch.cancel()
 
 
 async def test_the_engine_knows_of_it(served: RunningServer) -> None:
-    await served.inference.Generate(inference_service_pb2.GenerateRequest(text="Hi", max_output_tokens=1))
+    await served.inference.Generate(
+        inference_service_pb2.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
+    )
     generate_s = METHODS["icehouse.v1.InferenceService/Generate"].deadline_s
     assert generate_s is not None
     assert served.engine.submitted[0].deadline_time == served.clock.now + generate_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 
 import pytest
@@ -41,6 +42,14 @@ def test_every_reason_is_in_the_table_and_has_words() -> None:
     assert set(REASONS) == set(Reason), "give it a row in docs/reasons.py, then make gen"
     assert all(row.meaning.endswith(".") and row.advice.endswith(".") for row in REASONS.values())
     assert not any("|" in row.meaning + row.advice for row in REASONS.values())
+
+
+def test_the_protos_have_what_calls_are_refused_for_in_the_same_words() -> None:
+    text = (ROOT / "protos/icehouse/v1/error_reason.proto").read_text(encoding="utf-8")
+    told = re.findall(r"((?:  // .+\n)+)  ERROR_REASON_(\w+) = \d+;", text)
+    words = {name: " ".join(line.strip("/ ") for line in lines.splitlines()) for lines, name in told}
+    assert words.pop("UNSPECIFIED") == "Never sent."
+    assert words == {reason.value: row.meaning for reason, row in REASONS.items() if row.code is not None}
 
 
 @pytest.mark.parametrize("reason", list(Reason))

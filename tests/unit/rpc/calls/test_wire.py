@@ -76,7 +76,7 @@ async def watched_server(**settings: Any) -> AsyncIterator[tuple[RunningServer, 
 
 async def test_a_finished_call_is_told_with_all_it_cost() -> None:
     async with watched_server() as (served, notes):
-        request = messages.GenerateRequest(text="Hi", max_output_tokens=2, request_id="r")
+        request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2, request_id="r")
         request.cache.tenant = "blue"
         metadata = (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"), ("tracestate", "a=b"))
         response = await served.inference.Generate(request, metadata=metadata)
@@ -94,10 +94,10 @@ async def test_a_finished_call_is_told_with_all_it_cost() -> None:
 
 async def test_a_call_is_told_with_what_it_asks_of_a_model() -> None:
     chat = messages.GenerateRequest(max_output_tokens=1)
-    chat.chat.messages.add(role="user", content="Hi")
+    chat.prompt.chat.messages.add(role="ROLE_USER", content="Hi")
     async with watched_server() as (served, notes):
         await served.inference.Generate(chat)
-        await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+        await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1))
         async for _ in served.inference.Stream(chat):
             pass
         # One after the other: a call begins when it is made, not when it is awaited.
@@ -120,7 +120,7 @@ async def test_a_call_is_told_with_what_it_asks_of_a_model() -> None:
 
 async def test_a_stream_counts_the_bytes_of_all_its_messages() -> None:
     async with watched_server() as (served, notes):
-        stream = served.inference.Stream(messages.GenerateRequest(text="Hi", max_output_tokens=3))
+        stream = served.inference.Stream(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=3))
         sizes = [response.ByteSize() async for response in stream]
         await notes.ended(1)
     assert len(sizes) == 5 and notes.wire[0].sent_bytes == sum(sizes)
@@ -141,7 +141,7 @@ async def test_a_refusal_is_told_with_its_reason_and_a_request_id() -> None:
 async def test_who_ended_a_call_is_told_apart(timeout_s: float | None, code: str) -> None:
     async with watched_server() as (served, notes):
         served.engine.script = hanging
-        stream = served.inference.Stream(messages.GenerateRequest(text="Hi"), timeout=timeout_s)
+        stream = served.inference.Stream(messages.GenerateRequest(prompt={"text": "Hi"}), timeout=timeout_s)
         await stream.read()
         if timeout_s is None:
             stream.cancel()
@@ -155,7 +155,7 @@ async def test_the_end_by_a_methods_own_deadline_is_told_alike(monkeypatch: pyte
     monkeypatch.setitem(METHODS, STREAM, row)  # type: ignore[arg-type]
     async with watched_server() as (served, notes):
         served.engine.script = hanging
-        stream = served.inference.Stream(messages.GenerateRequest(text="Hi"))
+        stream = served.inference.Stream(messages.GenerateRequest(prompt={"text": "Hi"}))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in stream:
                 pass
@@ -169,7 +169,7 @@ async def test_a_caller_who_leaves_shortly_before_a_methods_own_deadline_has_lef
     assert deadline_s is not None
     async with watched_server() as (served, notes):
         served.engine.script = hanging
-        stream = served.inference.Stream(messages.GenerateRequest(text="Hi"))
+        stream = served.inference.Stream(messages.GenerateRequest(prompt={"text": "Hi"}))
         await stream.read()
         served.clock.now += deadline_s
         stream.cancel()
@@ -198,8 +198,8 @@ def test_what_was_told_of_a_cancelled_call_is_told_again_when_less_time_is_left(
 @pytest.mark.parametrize(
     ("method", "request_bytes"),
     [
-        (STREAM, messages.GenerateRequest(text="Hi").SerializeToString()),
-        ("icehouse.v1.CacheService/WatchStats", b""),
+        (STREAM, messages.GenerateRequest(prompt={"text": "Hi"}).SerializeToString()),
+        ("icehouse.v1.ServerService/WatchStats", b""),
         ("grpc.health.v1.Health/Watch", b""),
         ("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", b"\x3a\x00"),
     ],
@@ -294,7 +294,7 @@ class Tap:
 
 
 async def test_every_call_carries_the_load_report_once_the_engine_has_told() -> None:
-    request = messages.GenerateRequest(text="Hi", max_output_tokens=1)
+    request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
     async with running(telemetry=Telemetry(has_load_report=True)) as served:
         tap = Tap(served.server.address)
         async with tap.open() as address, grpc.aio.insecure_channel(address) as channel:

@@ -132,7 +132,7 @@ async def ask(peer: Peer, method: str, request: Any, *, count: int) -> list[int]
 
 
 async def is_tokenized(served: RunningServer, token: str) -> bool:
-    request = messages.TokenizeRequest(text=TEXT)
+    request = messages.TokenizeRequest(prompt={"text": TEXT})
     with contextlib.suppress(grpc.aio.AioRpcError):
         answer = await served.inference.Tokenize(request, metadata=bearer(token), timeout=BOUND_S)
         return bool(answer.token_count == len(TEXT))
@@ -147,7 +147,7 @@ async def is_let_go_of(served: RunningServer) -> None:
 
 
 async def test_unread_answers_are_refused_beyond_their_callers_part(tmp_path: Path) -> None:
-    ends, request = Ends(), messages.TokenizeRequest(text=TEXT)
+    ends, request = Ends(), messages.TokenizeRequest(prompt={"text": TEXT})
     async with served_to(tmp_path, ends) as served:
         async with peer_of(served.server.address, window_bytes=0) as peer:
             await ask(peer, TOKENIZE, request, count=40)
@@ -168,7 +168,9 @@ async def test_an_answer_counts_while_it_is_made(tmp_path: Path) -> None:
     # Nobody waits for the whole of what cannot be told in the end.
     async with running(answer_memory_bytes=MEMORY_BYTES, outbox_byte_limit=1 << 30) as served:
         served.engine.script = many_logprobs
-        request = messages.GenerateRequest(text="Hi", max_output_tokens=10_000, logprobs={"top_count": 20})
+        request = messages.GenerateRequest(
+            prompt={"text": "Hi"}, max_output_tokens=10_000, logprobs={"top_count": 20}
+        )
         refusal = await refused(served.inference.Generate(request))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "MEMORY_NEVER_FITS")
         told = [response async for response in served.inference.Stream(request)]

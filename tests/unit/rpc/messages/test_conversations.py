@@ -15,9 +15,10 @@ from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCal
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import CALL_FORM
+from tests.fixtures.rpc.stubs import done
 from tests.unit.rpc.conftest import RunningServer
 
-USER = {"role": "user", "content": "Hi"}
+USER = {"role": "ROLE_USER", "content": "Hi"}
 TOOL = {
     "name": "f",
     "description": "does",
@@ -27,18 +28,24 @@ TOOL = {
 
 def request(chat: dict[str, Any] | None = None, **fields: Any) -> messages.GenerateRequest:
     """Return a request written as JSON."""
-    return ParseDict({"chat": chat or {"messages": [USER]}, **fields}, messages.GenerateRequest())
+    prompt = {"chat": chat or {"messages": [USER]}, "tools": fields.pop("tools", [])}
+    return ParseDict({"prompt": prompt, **fields}, messages.GenerateRequest())
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 async def test_whoever_speaks_may_say_nothing(served: RunningServer, role: str) -> None:
-    await served.inference.Generate(request({"messages": [{"role": role}, USER]}))
+    await served.inference.Generate(request({"messages": [{"role": f"ROLE_{role.upper()}"}, USER]}))
     assert served.tokenizer.conversations[-1].messages[0] == ChatMessage(role, "")
+
+
+async def test_a_role_of_the_template_goes_to_the_template(served: RunningServer) -> None:
+    await served.inference.Generate(request({"messages": [{"role_name": "ipython", "content": "2"}, USER]}))
+    assert served.tokenizer.conversations[-1].messages[0] == ChatMessage("ipython", "2")
 
 
 @pytest.mark.parametrize("text", ['{"a": ', "[1]", "now", '{"a": "\\n'])
 async def test_arguments_of_the_past_are_what_a_model_wrote(served: RunningServer, text: str) -> None:
-    turn = {"role": "assistant", "tool_calls": [{"name": "f", "arguments_json": text}]}
+    turn = {"role": "ROLE_ASSISTANT", "tool_calls": [{"name": "f", "arguments_json": text}]}
     await served.inference.Generate(request({"messages": [USER, turn, USER]}))
     assert served.tokenizer.conversations[-1].messages[1].tool_calls == (ToolCall("", "f", text),)
 
@@ -47,11 +54,11 @@ async def test_everything_of_a_conversation_arrives(served: RunningServer) -> No
     calls = [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}, {"id": "c2", "name": "g"}]
     chat = {
         "messages": [
-            {"role": "system", "parts": [{"text": "Be "}, {"text": "brief."}]},
+            {"role": "ROLE_SYSTEM", "parts": [{"text": "Be "}, {"text": "brief."}]},
             USER,
-            {"role": "assistant", "reasoning": "hm", "tool_calls": calls, "token_ids": [1, 2]},
-            {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "f"},
-            {"role": "tool", "content": "", "tool_call_id": "c2"},
+            {"role": "ROLE_ASSISTANT", "reasoning": "hm", "tool_calls": calls, "token_ids": [1, 2]},
+            {"role": "ROLE_TOOL", "content": "dry", "tool_call_id": "c1", "name": "f"},
+            {"role": "ROLE_TOOL", "content": "", "tool_call_id": "c2"},
             USER,
         ],
         "template_arguments": {"z": 1, "a": {"d": 1.5, "c": [2]}, "on": True},
@@ -89,7 +96,7 @@ async def test_everything_of_a_conversation_arrives(served: RunningServer) -> No
 
 async def test_continuing_needs_no_generation_prompt(served: RunningServer) -> None:
     chat = {
-        "messages": [USER, {"role": "assistant", "content": "Well"}, USER],
+        "messages": [USER, {"role": "ROLE_ASSISTANT", "content": "Well"}, USER],
         "continue_final_message": False,
     }
     await served.inference.Generate(request(chat))
@@ -97,111 +104,132 @@ async def test_continuing_needs_no_generation_prompt(served: RunningServer) -> N
 
 
 async def test_tools_are_a_part_of_every_prompt(served: RunningServer) -> None:
-    fields = {"chat": {"messages": [USER]}, "tools": [TOOL]}
+    fields = {"prompt": {"chat": {"messages": [USER]}, "tools": [TOOL]}}
     await served.inference.Tokenize(ParseDict(fields, messages.TokenizeRequest()))
-    await served.cache.Warm(ParseDict(fields, cache_service_pb2.WarmRequest()))
+    await done(served.cache.Warm(ParseDict(fields, cache_service_pb2.WarmRequest())))
     for name in ("Explain", "Pin", "Unpin", "Evict"):
         asked = ParseDict(fields, getattr(cache_service_pb2, f"{name}Request")())
+        call = getattr(served.cache, name)(asked)
         with pytest.raises(grpc.aio.AioRpcError):
-            await getattr(served.cache, name)(asked)
+            await (call.read() if name == "Evict" else call)
     assert [len(asked.tools) for asked in served.tokenizer.conversations] == [1] * 6
 
 
 async def test_markers_are_shown_where_they_tell_parts_apart(served: RunningServer) -> None:
     await served.inference.Generate(request(tools=[TOOL]))
     await served.inference.Generate(request())
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
     assert [asked.shows_markers for asked in served.engine.submitted] == [True, False, False]
 
 
-ASSISTANT = {"role": "assistant", "content": "Well"}
+ASSISTANT = {"role": "ROLE_ASSISTANT", "content": "Well"}
 NAMED = "TOOL_CHOICE_MODE_NAMED"
 
 
 @pytest.mark.parametrize(
     ("chat", "fields", "reason", "field"),
     [
-        ({"messages": [{**USER, "reasoning": "hm"}]}, {}, "CHAT_INVALID", "chat.messages[0].reasoning"),
-        ({"messages": [{**USER, "token_ids": [1]}]}, {}, "CHAT_INVALID", "chat.messages[0].token_ids"),
+        (
+            {"messages": [{**USER, "reasoning": "hm"}]},
+            {},
+            "CHAT_INVALID",
+            "prompt.chat.messages[0].reasoning",
+        ),
+        ({"messages": [{**USER, "token_ids": [1]}]}, {}, "CHAT_INVALID", "prompt.chat.messages[0].token_ids"),
         (
             {"messages": [{**USER, "tool_calls": [{"name": "f"}]}]},
             {},
             "CHAT_INVALID",
-            "chat.messages[0].tool_calls",
+            "prompt.chat.messages[0].tool_calls",
         ),
-        ({"messages": [{**USER, "tool_call_id": "c"}]}, {}, "CHAT_INVALID", "chat.messages[0].tool_call_id"),
-        ({"messages": [{**USER, "parts": [{"text": "x"}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts"),
         (
-            {"messages": [{"role": "user", "parts": [{"text": "x"}, {"image": {"data": "iVBO"}}]}]},
+            {"messages": [{**USER, "tool_call_id": "c"}]},
+            {},
+            "CHAT_INVALID",
+            "prompt.chat.messages[0].tool_call_id",
+        ),
+        (
+            {"messages": [{**USER, "parts": [{"text": "x"}]}]},
+            {},
+            "CHAT_INVALID",
+            "prompt.chat.messages[0].parts",
+        ),
+        (
+            {"messages": [{"role": "ROLE_USER", "parts": [{"text": "x"}, {"image": {"data": "iVBO"}}]}]},
             {},
             "IMAGES_UNSUPPORTED",
-            "chat.messages[0].parts[1].image",
+            "prompt.chat.messages[0].parts[1].image",
         ),
-        ({"messages": [{"role": "user", "parts": [{}]}]}, {}, "CHAT_INVALID", "chat.messages[0].parts[0]"),
+        (
+            {"messages": [{"role": "ROLE_USER", "parts": [{}]}]},
+            {},
+            "CHAT_INVALID",
+            "prompt.chat.messages[0].parts[0]",
+        ),
         (
             {"messages": [USER, {**ASSISTANT, "token_ids": [5, 300]}]},
             {},
             "TOKEN_OUT_OF_RANGE",
-            "chat.messages[1].token_ids[1]",
+            "prompt.chat.messages[1].token_ids[1]",
         ),
         (
             {"messages": [{**ASSISTANT, "tool_calls": [{"id": "c"}]}]},
             {},
             "CHAT_INVALID",
-            "chat.messages[0].tool_calls[0].name",
+            "prompt.chat.messages[0].tool_calls[0].name",
         ),
         (
             {"messages": [{**ASSISTANT, "tool_calls": [{"name": "f", "arguments_json": '"\\ud800"'}]}]},
             {},
             "CHAT_INVALID",
-            "chat.messages[0].tool_calls[0].arguments_json",
+            "prompt.chat.messages[0].tool_calls[0].arguments_json",
         ),
         (
             {"messages": [USER], "continue_final_message": True},
             {},
             "CHAT_INVALID",
-            "chat.continue_final_message",
+            "prompt.chat.continue_final_message",
         ),
         (
             {"messages": [USER, ASSISTANT], "continue_final_message": True, "add_generation_prompt": True},
             {},
             "CHAT_INVALID",
-            "chat.continue_final_message",
+            "prompt.chat.continue_final_message",
         ),
-        (None, {"tools": [{"name": "no spaces"}]}, "TOOL_INVALID", "tools[0].name"),
-        (None, {"tools": [{}]}, "TOOL_INVALID", "tools[0].name"),
-        (None, {"tools": [TOOL, TOOL]}, "TOOL_INVALID", "tools[1].name"),
+        (None, {"tools": [{"name": "no spaces"}]}, "TOOL_INVALID", "prompt.tools[0].name"),
+        (None, {"tools": [{}]}, "TOOL_INVALID", "prompt.tools[0].name"),
+        (None, {"tools": [TOOL, TOOL]}, "TOOL_INVALID", "prompt.tools[1].name"),
         (
             None,
             {"tools": [{"name": "f", "parameters_json": "{"}]},
             "TOOL_INVALID",
-            "tools[0].parameters_json",
+            "prompt.tools[0].parameters_json",
         ),
         (
             None,
             {"tools": [{"name": "f", "parameters_json": "7"}]},
             "TOOL_INVALID",
-            "tools[0].parameters_json",
+            "prompt.tools[0].parameters_json",
         ),
         (
             None,
             {"tools": [{"name": "f", "parameters_json": '{"const": "\\ud800"}'}]},
             "TOOL_INVALID",
-            "tools[0].parameters_json",
+            "prompt.tools[0].parameters_json",
         ),
         (
             None,
             {"tools": [{"name": "f", "parameters_json": '{"const": ' + "9" * 5000 + "}"}]},
             "TOOL_INVALID",
-            "tools[0].parameters_json",
+            "prompt.tools[0].parameters_json",
         ),
         (
             None,
             {"tools": [{"name": "f", "parameters_json": json.dumps({"title": "a" * (1 << 20)})}]},
             "TOOL_INVALID",
-            "tools",
+            "prompt.tools",
         ),
-        (None, {"tools": [{"name": f"f{i}"} for i in range(129)]}, "TOOL_INVALID", "tools"),
+        (None, {"tools": [{"name": f"f{i}"} for i in range(129)]}, "TOOL_INVALID", "prompt.tools"),
         (None, {"tool_choice": {"mode": NAMED, "name": "f"}}, "TOOL_CHOICE_INVALID", "tool_choice.name"),
         (
             None,
@@ -248,9 +276,9 @@ async def test_misuse_is_refused_and_names_its_field(
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 async def test_a_template_argument_that_json_has_not_is_refused(served: RunningServer, number: float) -> None:
     asked = request()
-    asked.chat.template_arguments.fields["a"].list_value.values.add(number_value=number)
+    asked.prompt.chat.template_arguments.fields["a"].list_value.values.add(number_value=number)
     answer = await refused(served.inference.Generate(asked))
-    assert (answer.reason, answer.field) == ("CHAT_INVALID", "chat.template_arguments")
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", "prompt.chat.template_arguments")
 
 
 async def test_what_constrains_calls_reaches_the_template_and_the_compiler(served: RunningServer) -> None:
@@ -279,9 +307,9 @@ async def test_tools_and_a_format_cannot_both_constrain(served: RunningServer) -
 
 
 async def test_tools_beside_plain_text_are_refused(served: RunningServer) -> None:
-    plain = messages.GenerateRequest(text="Hi", tools=[tool_pb2.Tool(name="f")])
-    tokens = messages.GenerateRequest(tools=[tool_pb2.Tool(name="f")])
-    tokens.tokens.ids.append(1)
+    plain = messages.GenerateRequest(prompt={"text": "Hi", "tools": [tool_pb2.Tool(name="f")]})
+    tokens = messages.GenerateRequest(prompt={"tools": [tool_pb2.Tool(name="f")]})
+    tokens.prompt.tokens.ids.append(1)
     for asked in (plain, tokens):
         refusal = await refused(served.inference.Generate(asked))
-        assert (refusal.reason, refusal.field) == ("TOOL_INVALID", "tools")
+        assert (refusal.reason, refusal.field) == ("TOOL_INVALID", "prompt.tools")

@@ -33,8 +33,8 @@ from tests.unit.rpc.conftest import RunningServer, running
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
-def request(**fields: Any) -> messages.GenerateRequest:
-    return messages.GenerateRequest(**({"text": "Hi"} | fields))
+def request(*, text: str = "Hi", adapter: str = "", **fields: Any) -> messages.GenerateRequest:
+    return messages.GenerateRequest(prompt={"text": text, "adapter": adapter}, **fields)
 
 
 def sampled(**fields: Any) -> messages.GenerateRequest:
@@ -49,12 +49,19 @@ def token_sequence(*ids: int) -> sampling_pb2.TokenSequence:
 
 
 def chat(*turns: tuple[str, str]) -> messages.GenerateRequest:
-    turns_proto = [prompt_pb2.ChatMessage(role=role, content=content) for role, content in turns]
-    return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=turns_proto))
+    turns_proto = [
+        prompt_pb2.ChatMessage(role=prompt_pb2.Role.Value(f"ROLE_{role.upper()}"), content=content)
+        for role, content in turns
+    ]
+    return messages.GenerateRequest(prompt={"chat": prompt_pb2.ChatPrompt(messages=turns_proto)})
+
+
+def turn(**fields: Any) -> messages.GenerateRequest:
+    return messages.GenerateRequest(prompt={"chat": {"messages": [{**fields, "content": "hi"}]}})
 
 
 def tokens(*ids: int) -> messages.GenerateRequest:
-    return messages.GenerateRequest(tokens=prompt_pb2.TokenPrompt(ids=ids))
+    return messages.GenerateRequest(prompt={"tokens": prompt_pb2.TokenPrompt(ids=ids)})
 
 
 OUT_OF_RANGE = [
@@ -66,7 +73,7 @@ OUT_OF_RANGE = [
     ("sampling.temperature", sampled(temperature=-1)),
     ("sampling.temperature", sampled(temperature=math.nan)),
     ("sampling.temperature", sampled(temperature=math.inf)),
-    ("sampling.top_p", sampled(top_p=0)),
+    ("sampling.top_p", sampled(top_p=-0.5)),
     ("sampling.top_p", sampled(top_p=1.01)),
     ("sampling.top_p", sampled(top_p=math.nan)),
     ("sampling.top_k", sampled(top_k=-1)),
@@ -74,7 +81,7 @@ OUT_OF_RANGE = [
     ("sampling.min_p", sampled(min_p=math.nan)),
     ("sampling.xtc_probability", sampled(xtc_probability=1.5)),
     ("sampling.xtc_threshold", sampled(xtc_threshold=0.6)),
-    ("sampling.repetition_penalty", sampled(repetition_penalty=0)),
+    ("sampling.repetition_penalty", sampled(repetition_penalty=-1)),
     ("sampling.repetition_penalty", sampled(repetition_penalty=math.nan)),
     ("sampling.repetition_window", sampled(repetition_window=-1)),
     ("sampling.presence_penalty", sampled(presence_penalty=2.5)),
@@ -108,18 +115,22 @@ OUT_OF_RANGE = [
 
 BAD_PROMPTS = [
     (Reason.PROMPT_MISSING, "prompt", messages.GenerateRequest()),
-    (Reason.PROMPT_EMPTY, "text", messages.GenerateRequest(text="")),
-    (Reason.PROMPT_EMPTY, "tokens", tokens()),
-    (Reason.PROMPT_EMPTY, "infill", messages.GenerateRequest(infill=prompt_pb2.InfillPrompt())),
+    (Reason.PROMPT_EMPTY, "prompt.text", messages.GenerateRequest(prompt={"text": ""})),
+    (Reason.PROMPT_EMPTY, "prompt.tokens", tokens()),
+    (
+        Reason.PROMPT_EMPTY,
+        "prompt.infill",
+        messages.GenerateRequest(prompt={"infill": prompt_pb2.InfillPrompt()}),
+    ),
     (
         Reason.PROMPT_TOO_LONG,
-        "infill",
-        messages.GenerateRequest(infill=prompt_pb2.InfillPrompt(prefix="x" * 64)),
+        "prompt.infill",
+        messages.GenerateRequest(prompt={"infill": prompt_pb2.InfillPrompt(prefix="x" * 64)}),
     ),
-    (Reason.PROMPT_TOO_LONG, "text", request(text="x" * 64)),
-    (Reason.PROMPT_TOO_LONG, "tokens", tokens(*[1] * 64)),
-    (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[1]", tokens(0, 300)),
-    (Reason.TOKEN_OUT_OF_RANGE, "tokens.ids[0]", tokens(-1)),
+    (Reason.PROMPT_TOO_LONG, "prompt.text", request(text="x" * 64)),
+    (Reason.PROMPT_TOO_LONG, "prompt.tokens", tokens(*[1] * 64)),
+    (Reason.TOKEN_OUT_OF_RANGE, "prompt.tokens.ids[1]", tokens(0, 300)),
+    (Reason.TOKEN_OUT_OF_RANGE, "prompt.tokens.ids[0]", tokens(-1)),
     (
         Reason.TOKEN_OUT_OF_RANGE,
         "logprobs.token_ids[1]",
@@ -132,9 +143,13 @@ BAD_PROMPTS = [
         "sampling.bad_token_sequences[0].ids[1]",
         sampled(bad_token_sequences=[token_sequence(1, 300)]),
     ),
-    (Reason.CHAT_INVALID, "chat.messages", chat()),
-    (Reason.CHAT_INVALID, "chat.messages[0].role", chat(("wizard", "hi"))),
-    (Reason.CHAT_INVALID, "chat", chat(("user", "hi"), ("assistant", "ho"))),
+    (Reason.CHAT_INVALID, "prompt.chat.messages", chat()),
+    (Reason.CHAT_INVALID, "prompt.chat.messages[0].role", chat(("unspecified", "hi"))),
+    (Reason.CHAT_INVALID, "prompt.chat.messages[0].role", turn(role=99)),
+    (Reason.CHAT_INVALID, "prompt.chat.messages[0].role_name", turn(role="ROLE_USER", role_name="critic")),
+    (Reason.CHAT_INVALID, "prompt.chat.messages[0].role_name", turn(role_name="user")),
+    (Reason.CHAT_INVALID, "prompt.chat.messages[0].role_name", turn(role_name="<|user|>")),
+    (Reason.CHAT_INVALID, "prompt.chat", chat(("user", "hi"), ("assistant", "ho"))),
 ]
 
 
@@ -211,7 +226,7 @@ async def test_longest_prompt_that_fits_is_taken(served: RunningServer) -> None:
 
 @pytest.mark.parametrize("method", ["Generate", "Stream"])
 async def test_two_prompts_at_once_are_refused(served: RunningServer, method: str) -> None:
-    both = messages.GenerateRequest(text="Hi").SerializeToString() + tokens(7).SerializeToString()
+    both = messages.GenerateRequest(prompt={"text": "Hi"}).SerializeToString() + tokens(7).SerializeToString()
     path = f"/icehouse.v1.InferenceService/{method}"
     channel: Any = served.channel
     if method == "Generate":
@@ -219,8 +234,8 @@ async def test_two_prompts_at_once_are_refused(served: RunningServer, method: st
     else:
         call = channel.unary_stream(path)(both).read()
     answer = await refused(call)
-    assert (answer.code, answer.reason, answer.field) == (INVALID, "PROMPT_AMBIGUOUS", "tokens")
-    assert answer.info.metadata == {"fields": "text,tokens"}
+    assert (answer.code, answer.reason, answer.field) == (INVALID, "PROMPT_AMBIGUOUS", "prompt.tokens")
+    assert answer.info.metadata == {"fields": "prompt.text,prompt.tokens"}
     assert served.engine.submitted == []
 
 
@@ -333,7 +348,7 @@ async def test_calls_beyond_the_limit_are_refused() -> None:
         first = served.inference.Stream(request())
         while not served.engine.submitted:
             await served.settle()
-        answer = await refused(served.inference.Tokenize(messages.TokenizeRequest(text="Hi")))
+        answer = await refused(served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "Hi"})))
         assert (answer.code, answer.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert answer.retry is not None
         first.cancel()
@@ -355,7 +370,7 @@ async def test_calls_outside_ready_are_refused(
     await served.settle()
     for call in (
         served.inference.Generate(request()),
-        served.inference.Tokenize(messages.TokenizeRequest(text="Hi")),
+        served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "Hi"})),
         served.inference.CacheStats(messages.CacheStatsRequest()),
     ):
         answer = await refused(call)
@@ -366,7 +381,7 @@ async def test_chat_needs_a_template() -> None:
     info = dataclasses.replace(MODEL_INFO, has_chat_template=False)
     async with running(info=info) as served:
         answer = await refused(served.inference.Generate(chat(("user", "hi"))))
-        assert (answer.reason, answer.field) == ("CHAT_TEMPLATE_MISSING", "chat")
+        assert (answer.reason, answer.field) == ("CHAT_TEMPLATE_MISSING", "prompt.chat")
 
 
 async def test_message_of_100_mb_is_refused_and_the_server_lives(served: RunningServer) -> None:

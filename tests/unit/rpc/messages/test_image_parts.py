@@ -17,12 +17,12 @@ from tests.fixtures.rpc.fake_engine import MODEL_INFO
 
 SEEING = dataclasses.replace(MODEL_INFO, sees_images=True)
 BODY = base64.b64encode(PNG).decode("ascii")
-FIELD = "chat.messages[0].parts[0].image"
+FIELD = "prompt.chat.messages[0].parts[0].image"
 
 
 def source_of(**image: object) -> ImageSource:
     part = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(**image))  # type: ignore[arg-type]
-    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", parts=[part])])
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=[part])])
     (source,) = conversation_of(chat, tools=(), choice=None, info=SEEING).images
     return source
 
@@ -106,7 +106,12 @@ Turn = tuple[str, str, list[tuple[int, bytes]]]
 
 def turns_of(*messages: dict[str, object]) -> list[Turn]:
     """Return role, text and images of what becomes of messages."""
-    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(**each) for each in messages])  # type: ignore[arg-type]
+    chat = prompt_pb2.ChatPrompt(
+        messages=[
+            prompt_pb2.ChatMessage(**{**each, "role": f"ROLE_{str(each['role']).upper()}"})  # type: ignore[arg-type]
+            for each in messages
+        ]
+    )
     conversation = conversation_of(chat, tools=(), choice=None, info=SEEING)
     return [
         (turn.role, turn.content, [(each.position, each.source.data) for each in turn.images])
@@ -155,4 +160,4 @@ def test_results_without_pictures_and_pictures_of_users_stay_where_they_are() ->
 def test_the_other_roles_show_no_pictures(role: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         turns_of({**result("x", b"1"), "role": role})
-    assert caught.value.field == "chat.messages[0].parts[1].image"
+    assert caught.value.field == "prompt.chat.messages[0].parts[1].image"

@@ -16,7 +16,6 @@ from icehouse.v1 import (
     cache_service_pb2,
     cache_stats_pb2,
     engine_stats_pb2,
-    inference_service_pb2,
     prompt_pb2,
     server_service_pb2,
     slow_request_pb2,
@@ -50,7 +49,7 @@ PAIRS: list[tuple[type[Any], type[Message]]] = [
     (cache_stats.IntegrityStats, cache_stats_pb2.CacheIntegrityStats),
     (cache_stats.DiskStats, cache_stats_pb2.CacheDiskStats),
     (cache_stats.ReconcileReport, cache_stats_pb2.CacheReconcileReport),
-    (EvictReport, cache_service_pb2.EvictResponse),
+    (EvictReport, cache_service_pb2.EvictResult),
 ]
 LIMITS = {
     "waiting_limit",
@@ -95,13 +94,13 @@ def test_a_tenants_numbers_are_its_use_its_share_and_its_limits() -> None:
 
 
 def test_a_servers_stats_are_all_of_the_response_but_the_tenants() -> None:
-    fields = set(inference_service_pb2.CacheStatsResponse.DESCRIPTOR.fields_by_name)
+    fields = set(server_service_pb2.ServerStats.DESCRIPTOR.fields_by_name)
     assert {name for _, name in names_of(stats.ServerStats)} == fields - {"tenants"}
 
 
 def test_no_pair_was_forgotten() -> None:
     reached: set[str] = set()
-    todo = [inference_service_pb2.CacheStatsResponse.DESCRIPTOR]
+    todo = [server_service_pb2.ServerStats.DESCRIPTOR]
     while todo:
         message = todo.pop()
         for field in message.fields:
@@ -109,14 +108,12 @@ def test_no_pair_was_forgotten() -> None:
             if inner is not None and inner.file.package == "icehouse.v1" and inner.full_name not in reached:
                 reached.add(inner.full_name)
                 todo.append(inner)
-    named = {message.DESCRIPTOR.full_name for _, message in PAIRS} - {"icehouse.v1.EvictResponse"}
+    named = {message.DESCRIPTOR.full_name for _, message in PAIRS} - {"icehouse.v1.EvictResult"}
     assert reached == named | {"icehouse.v1.TenantStats"}
 
 
 def test_what_is_none_is_absent_and_what_is_empty_is_there() -> None:
-    message = to_proto(
-        stats.ServerStats(0.0, engine=stats.EngineStats()), inference_service_pb2.CacheStatsResponse
-    )
+    message = to_proto(stats.ServerStats(0.0, engine=stats.EngineStats()), server_service_pb2.ServerStats)
     assert message.HasField("engine") and not message.HasField("cache")
     assert message.HasField("collect_time") and message.engine.HasField("uptime")
 

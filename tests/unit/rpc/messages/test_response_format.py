@@ -33,7 +33,7 @@ OBJECT = formats.JsonObjectFormat()
 
 def request(**format_fields: Any) -> messages.GenerateRequest:
     return messages.GenerateRequest(
-        text="Hi", max_output_tokens=2, response_format=formats.ResponseFormat(**format_fields)
+        prompt={"text": "Hi"}, max_output_tokens=2, response_format=formats.ResponseFormat(**format_fields)
     )
 
 
@@ -63,12 +63,14 @@ async def test_the_reply_tells_what_of_the_schema_is_not_enforced(served: Runnin
     whole = await served.inference.Generate(request(json_schema="{}"))
     first, *_ = [event async for event in served.inference.Stream(request(json_schema="{}"))]
     assert list(whole.unenforced_keywords) == list(first.started.unenforced_keywords) == ["/a/uniqueItems"]
-    plain = await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    plain = await served.inference.Generate(
+        messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
+    )
     assert list(plain.unenforced_keywords) == []
 
 
 async def test_without_a_format_nothing_is_compiled(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1))
     assert served.engine.submitted[0].grammar is None and served.grammars.compiled == []
 
 

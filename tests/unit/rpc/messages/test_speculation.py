@@ -18,12 +18,12 @@ LOOKUP = speculation_pb2.PromptLookup()
 
 def request(**fields: Any) -> messages.GenerateRequest:
     return messages.GenerateRequest(
-        text="Hi", max_output_tokens=2, speculation=speculation_pb2.Speculation(**fields)
+        prompt={"text": "Hi"}, max_output_tokens=2, speculation=speculation_pb2.Speculation(**fields)
     )
 
 
 async def test_it_reaches_the_engine_and_is_off_unless_asked_for(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=2))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2))
     await served.inference.Generate(request(prompt_lookup=LOOKUP))
     asked = speculation_pb2.PromptLookup(max_ngram_tokens=8)
     assert [

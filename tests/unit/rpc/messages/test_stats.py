@@ -11,7 +11,14 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2, cache_stats_pb2, engine_stats_pb2, usage_pb2
+from icehouse.v1 import (
+    cache_policy_pb2,
+    cache_service_pb2,
+    cache_stats_pb2,
+    engine_stats_pb2,
+    server_service_pb2,
+    usage_pb2,
+)
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain import cache_stats
 from icehouse_server.domain.cache_commands import Tier
@@ -84,10 +91,12 @@ def test_missed_tokens_add_up() -> None:
 
 
 async def test_a_server_without_cache_says_so(served: RunningServer) -> None:
+    stats = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
+    assert not stats.HasField("cache")
+    assert stats.engine.step_total == 7
     response = await served.inference.CacheStats(messages.CacheStatsRequest())
     assert not response.HasField("cache")
-    assert response.engine.step_total == 7
-    assert response.collect_time.ToSeconds() == int(served.clock.wall())
+    assert response.collect_time.ToSeconds() == stats.collect_time.ToSeconds() == int(served.clock.wall())
 
 
 async def test_a_cache_without_ssd_says_so(served: RunningServer) -> None:

@@ -15,6 +15,7 @@ from icehouse_server.domain.model import AdapterInfo
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import MODEL_INFO
+from tests.fixtures.rpc.stubs import done
 from tests.unit.rpc.conftest import RunningServer, running
 
 LEGAL = AdapterName("legal")
@@ -32,19 +33,25 @@ async def adapted() -> AsyncIterator[RunningServer]:
 
 
 async def test_the_chosen_adapter_reaches_the_engine(adapted: RunningServer) -> None:
-    await adapted.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=2))
-    chosen = messages.GenerateRequest(text="Hi", max_output_tokens=2, adapter="legal")
+    await adapted.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2))
+    chosen = messages.GenerateRequest(prompt={"text": "Hi", "adapter": "legal"}, max_output_tokens=2)
     assert [event async for event in adapted.inference.Stream(chosen)]
-    await adapted.cache.Warm(cache_service_pb2.WarmRequest(text="Hi", adapter="sql:v2"))
+    await done(adapted.cache.Warm(cache_service_pb2.WarmRequest(prompt={"text": "Hi", "adapter": "sql:v2"})))
     assert [submitted.adapter for submitted in adapted.engine.submitted] == [NO_ADAPTER, "legal", "sql:v2"]
 
 
 async def test_orders_to_the_cache_are_about_its_blocks(adapted: RunningServer) -> None:
     # This engine has no cache and refuses them; what it was asked is what counts.
-    await refused(adapted.cache.Explain(cache_service_pb2.ExplainRequest(text="Hi", adapter="legal")))
-    await refused(adapted.cache.Pin(cache_service_pb2.PinRequest(text="Hi", adapter="legal")))
-    await refused(adapted.cache.Unpin(cache_service_pb2.UnpinRequest(text="Hi", adapter="legal")))
-    await refused(adapted.cache.Evict(cache_service_pb2.EvictRequest(text="Hi", adapter="legal")))
+    await refused(
+        adapted.cache.Explain(cache_service_pb2.ExplainRequest(prompt={"text": "Hi", "adapter": "legal"}))
+    )
+    await refused(adapted.cache.Pin(cache_service_pb2.PinRequest(prompt={"text": "Hi", "adapter": "legal"})))
+    await refused(
+        adapted.cache.Unpin(cache_service_pb2.UnpinRequest(prompt={"text": "Hi", "adapter": "legal"}))
+    )
+    await refused(
+        adapted.cache.Evict(cache_service_pb2.EvictRequest(prompt={"text": "Hi", "adapter": "legal"})).read()
+    )
     scope, tokens = CacheScope(adapter=LEGAL), tuple(b"Hi")
     assert adapted.engine.orders == [
         Explain(tokens, scope),
@@ -64,13 +71,13 @@ async def test_models_show_their_adapters(adapted: RunningServer) -> None:
 
 async def test_a_name_that_is_not_served_is_not_found_by_any_method(adapted: RunningServer) -> None:
     calls = [
-        adapted.inference.Generate(messages.GenerateRequest(text="Hi", adapter="Legal")),
-        adapted.inference.Stream(messages.GenerateRequest(text="Hi", adapter="Legal")).read(),
-        adapted.cache.Warm(cache_service_pb2.WarmRequest(text="Hi", adapter="Legal")),
-        adapted.cache.Explain(cache_service_pb2.ExplainRequest(text="Hi", adapter="Legal")),
-        adapted.cache.Pin(cache_service_pb2.PinRequest(text="Hi", adapter="Legal")),
-        adapted.cache.Unpin(cache_service_pb2.UnpinRequest(text="Hi", adapter="Legal")),
-        adapted.cache.Evict(cache_service_pb2.EvictRequest(text="Hi", adapter="Legal")),
+        adapted.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi", "adapter": "Legal"})),
+        adapted.inference.Stream(messages.GenerateRequest(prompt={"text": "Hi", "adapter": "Legal"})).read(),
+        adapted.cache.Warm(cache_service_pb2.WarmRequest(prompt={"text": "Hi", "adapter": "Legal"})).read(),
+        adapted.cache.Explain(cache_service_pb2.ExplainRequest(prompt={"text": "Hi", "adapter": "Legal"})),
+        adapted.cache.Pin(cache_service_pb2.PinRequest(prompt={"text": "Hi", "adapter": "Legal"})),
+        adapted.cache.Unpin(cache_service_pb2.UnpinRequest(prompt={"text": "Hi", "adapter": "Legal"})),
+        adapted.cache.Evict(cache_service_pb2.EvictRequest(prompt={"text": "Hi", "adapter": "Legal"})).read(),
     ]
     for call in calls:
         answer = await refused(call)
@@ -86,11 +93,13 @@ async def test_a_name_that_is_not_served_is_not_found_by_any_method(adapted: Run
 async def test_a_long_name_and_many_adapters_fit_the_trailers() -> None:
     many = tuple(dataclasses.replace(ADAPTERS[0], name=AdapterName(f"{i:064}")) for i in range(64))
     async with running(info=dataclasses.replace(MODEL_INFO, adapters=many)) as served:
-        request = messages.GenerateRequest(text="Hi", adapter="x" * 9000)
+        request = messages.GenerateRequest(prompt={"text": "Hi", "adapter": "x" * 9000})
         answer = await refused(served.inference.Generate(request))
     assert (answer.reason, answer.info.metadata["served_count"]) == ("ADAPTER_NOT_FOUND", "64")
 
 
 async def test_where_none_is_served_the_message_says_so(served: RunningServer) -> None:
-    answer = await refused(served.inference.Generate(messages.GenerateRequest(text="Hi", adapter="legal")))
+    answer = await refused(
+        served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi", "adapter": "legal"}))
+    )
     assert "none" in answer.message and answer.info.metadata["served_adapters"] == ""

@@ -19,6 +19,7 @@ from icehouse_server.rpc.calls.watchers import log_fields_of
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import finished, started
+from tests.fixtures.rpc.stubs import done
 from tests.tidy.tree import ROOT
 from tests.unit.rpc.access.test_tokens import BOSS, SEARCH, bearer, guarded_server
 from tests.unit.rpc.calls.test_wire import watched_server
@@ -40,19 +41,19 @@ CHANGES_OF = {0: [DROPPED, KEYS_SORTED], 1: [DROPPED, TOOLS_SORTED]}
 
 
 def short(**fields: Any) -> messages.GenerateRequest:
-    return messages.GenerateRequest(text="Hi", max_output_tokens=1, **fields)
+    return messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1, **fields)
 
 
 def agents(number: int, kind: Any = messages.GenerateRequest, **fields: Any) -> Any:
     """Return an agent's request, whose `number` is in what changes from one to the next."""
     request = kind(**fields)
-    request.chat.messages.add(role="system").parts.add(text=f"x-billing: v=1; cch={number};")
-    request.chat.messages[0].parts.add(text="Be brief.")
-    request.chat.messages.add(role="user", content="Hi")
+    request.prompt.chat.messages.add(role="ROLE_SYSTEM").parts.add(text=f"x-billing: v=1; cch={number};")
+    request.prompt.chat.messages[0].parts.add(text="Be brief.")
+    request.prompt.chat.messages.add(role="ROLE_USER", content="Hi")
     schemas = ['{"type":"object","properties":{}}', '{"properties":{},"type":"object"}']
     tools = [tool_pb2.Tool(name="b", parameters_json=schemas[number % 2])]
     tools.insert(number % 2, tool_pb2.Tool(name="a", parameters_json='{"properties":{}}'))
-    request.tools.extend(tools)
+    request.prompt.tools.extend(tools)
     return request
 
 
@@ -139,7 +140,7 @@ async def test_every_call_sees_the_normalised_prompt() -> None:
         served.engine.script = lambda request: [started(request), finished(request)]
         served.engine.order_answer = Explanation(CacheReport(), ())
         explained = await served.cache.Explain(agents(0, cache_service_pb2.ExplainRequest))
-        warmed = await served.cache.Warm(agents(0, cache_service_pb2.WarmRequest))
+        warmed = await done(served.cache.Warm(agents(0, cache_service_pb2.WarmRequest)))
         tokenized = await served.inference.Tokenize(agents(0, messages.TokenizeRequest))
         stream = served.inference.Stream(agents(0, max_output_tokens=1))
         events = [response async for response in stream]
@@ -159,12 +160,12 @@ async def test_where_a_prompt_parts_is_told_with_text(served: RunningServer) -> 
     assert response.cache.divergence == TOLD and not response.cache.prompt_changes
     events = [event async for event in served.inference.Stream(short())]
     assert events[0].started.cache.divergence == TOLD
-    explained = await served.cache.Explain(cache_service_pb2.ExplainRequest(text="Hi"))
+    explained = await served.cache.Explain(cache_service_pb2.ExplainRequest(prompt={"text": "Hi"}))
     assert explained.cache.divergence == TOLD
-    warmed = await served.cache.Warm(cache_service_pb2.WarmRequest(text="Hi"))
+    warmed = await done(served.cache.Warm(cache_service_pb2.WarmRequest(prompt={"text": "Hi"})))
     assert warmed.cache.divergence == TOLD
     served.engine.script = lambda request: [started(request), finished(request)]
-    warmed = await served.cache.Warm(cache_service_pb2.WarmRequest(text="Hi"))
+    warmed = await done(served.cache.Warm(cache_service_pb2.WarmRequest(prompt={"text": "Hi"})))
     assert not warmed.cache.HasField("divergence")
 
 
@@ -172,7 +173,7 @@ async def test_an_operator_is_not_told_of_another_tenants_prompts(tmp_path: Path
     async with guarded_server(tmp_path) as served:
         served.engine.script = parting
         served.engine.order_answer = Explanation(PARTED, ())
-        request, explain = short(), cache_service_pb2.ExplainRequest(text="Hi")
+        request, explain = short(), cache_service_pb2.ExplainRequest(prompt={"text": "Hi"})
         for message in (request, explain):
             message.cache.tenant = "search"
         for caller, is_told in ((SEARCH, True), (BOSS, False)):

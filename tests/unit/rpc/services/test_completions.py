@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import logprobs_pb2, sampling_pb2, usage_pb2
+from icehouse.v1 import logprobs_pb2, sampling_pb2, server_service_pb2, usage_pb2
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.events import Delta, Event, Failed, PrefillProgress
 from icehouse_server.domain.request import GenerationRequest, TokenLogprobs
@@ -22,7 +22,13 @@ from tests.unit.rpc.conftest import SEED, RunningServer, running
 
 def asked(count: int, **fields: Any) -> messages.GenerateRequest:
     sampling = sampling_pb2.SamplingParams(temperature=1.0)
-    whole = {"request_id": "r", "text": "Hi", "max_output_tokens": 2, "sampling": sampling, **fields}
+    whole = {
+        "request_id": "r",
+        "prompt": {"text": "Hi"},
+        "max_output_tokens": 2,
+        "sampling": sampling,
+        **fields,
+    }
     return messages.GenerateRequest(completions=count, **whole)
 
 
@@ -180,7 +186,7 @@ async def test_each_counts_against_its_tenants_share() -> None:
 async def test_each_is_counted_in_its_tenants_tokens() -> None:
     async with running(tenants=TenantConfig(tokens_per_minute=100)) as served:
         await served.inference.Generate(asked(3))
-        stats = await served.inference.CacheStats(messages.CacheStatsRequest())
+        stats = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
         [told] = stats.tenants
         assert (told.accepted_total, told.prompt_token_total, told.output_token_total) == (3, 6, 6)
         refusal = await refused(served.inference.Generate(asked(8, request_id="s", max_output_tokens=20)))

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1.cache_service_pb2 import WatchStatsRequest
+from icehouse.v1.server_service_pb2 import WatchStatsRequest
 from icehouse_server.domain.events import Delta, Event, Failed, Finished
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import GenerationRequest
@@ -22,7 +22,7 @@ from tests.fixtures.rpc.details import refusal_of, refused
 from tests.fixtures.rpc.fake_engine import finished, hanging, started
 from tests.unit.rpc.conftest import RunningServer, running
 
-REQUEST = messages.GenerateRequest(request_id="r", text="Hi")
+REQUEST = messages.GenerateRequest(request_id="r", prompt={"text": "Hi"})
 
 
 async def read_to_error(call: Any) -> grpc.aio.AioRpcError:
@@ -84,7 +84,7 @@ async def test_id_is_free_again_after_the_engine_ended_the_request(served: Runni
 
 
 async def test_finished_request_is_not_cancelled(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1))
     await served.settle()
     assert served.engine.cancelled.empty()
 
@@ -148,7 +148,9 @@ async def test_one_stalled_reader_does_not_delay_another() -> None:
         await stalled.read()
         served.engine.publish(served.engine.submitted[0], *FLOOD)
         served.engine.script = lambda request: [started(request), Delta("quick", (1,)), finished(request)]
-        assert (await served.inference.Generate(messages.GenerateRequest(text="Hi"))).text == "quick"
+        assert (
+            await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
+        ).text == "quick"
         stalled.cancel()
         assert await served.cancelled() == "r"
 
@@ -232,7 +234,7 @@ async def test_stopping_does_not_wait_for_watchers() -> None:
         health: Any = health_pb2_grpc.HealthStub(served.channel)
         watching_health = health.Watch(health_pb2.HealthCheckRequest(service=""))
         await watching_health.read()
-        watching_stats = served.cache.WatchStats(WatchStatsRequest(interval=Duration(seconds=3600)))
+        watching_stats = served.serving.WatchStats(WatchStatsRequest(interval=Duration(seconds=3600)))
         await watching_stats.read()
         served.router.state_changed(EngineState.DRAINING, None)
         async with asyncio.timeout(BOUND_S):
@@ -247,7 +249,7 @@ async def test_new_calls_are_refused_while_old_ones_end() -> None:
         await stream.read()
         stopping = asyncio.create_task(served.server.stop(grace_s=3600))
         await served.settle()
-        answer = await refused(served.inference.Generate(messages.GenerateRequest(text="Hi")))
+        answer = await refused(served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"})))
         assert (answer.code, answer.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         served.engine.publish(served.engine.submitted[0], finished(served.engine.submitted[0]))
         await stopping

@@ -76,8 +76,8 @@ async def served(images: Images) -> AsyncIterator[RunningServer]:
 def request(image_count: int = 1, **fields: Any) -> messages.GenerateRequest:
     image = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(data=b"png"))
     words = prompt_pb2.ContentPart(text="a stone")
-    message = prompt_pb2.ChatMessage(role="user", parts=[*[image] * image_count, words])
-    return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[message]), **fields)
+    message = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=[*[image] * image_count, words])
+    return messages.GenerateRequest(prompt={"chat": prompt_pb2.ChatPrompt(messages=[message])}, **fields)
 
 
 async def test_what_passes_the_limit_is_refused_and_text_is_not(served: RunningServer) -> None:
@@ -89,7 +89,7 @@ async def test_what_passes_the_limit_is_refused_and_text_is_not(served: RunningS
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL.value)
     assert "bytes of images" in told.message and str(LIMIT_BYTES) in told.message
     served.engine.script = counting
-    assert (await served.inference.Generate(messages.GenerateRequest(text="a stone"))).text
+    assert (await served.inference.Generate(messages.GenerateRequest(prompt={"text": "a stone"}))).text
     streams[0].cancel()
     await served.cancelled()
     assert (await served.inference.Generate(request())).text, "its end made room"
@@ -115,9 +115,9 @@ async def test_pixels_count_while_they_are_decoded_and_no_longer(
     served: RunningServer, images: Images, method: str
 ) -> None:
     def ask() -> Any:
-        chat = request().chat
+        prompt = request().prompt
         kind = messages.GenerateRequest if method == "Generate" else messages.TokenizeRequest
-        return getattr(served.inference, method)(kind(chat=chat), timeout=30)
+        return getattr(served.inference, method)(kind(prompt=prompt), timeout=30)
 
     # As much as one caller may have: two are never decoded at once.
     images.pixels_bytes = LIMIT_BYTES // 2
@@ -128,7 +128,7 @@ async def test_pixels_count_while_they_are_decoded_and_no_longer(
     told = await refused(ask())
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL.value)
     assert images.read_count == 1, "nothing of it was decoded"
-    assert (await served.inference.Generate(messages.GenerateRequest(text="a stone"))).text
+    assert (await served.inference.Generate(messages.GenerateRequest(prompt={"text": "a stone"}))).text
     images.may_read.set()
     await first
     images.pixels_bytes = LIMIT_BYTES // 2 - LIMIT_BYTES // 8

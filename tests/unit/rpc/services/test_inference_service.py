@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2, speculation_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
@@ -21,7 +23,7 @@ async def stream(served: RunningServer, request: messages.GenerateRequest) -> li
 
 
 async def test_text_alone_is_enough(served: RunningServer) -> None:
-    response = await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    response = await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
     [request] = served.engine.submitted
     assert request.prompt_token_ids == tuple(b"Hi")
     assert request.max_output_tokens == 256
@@ -38,7 +40,7 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
     wanted = messages.GenerateRequest(
         request_id="a.b:c-1",
         model="tiny",
-        text="Hi",
+        prompt={"text": "Hi"},
         max_output_tokens=3,
         sampling=sampling,
         stop=["x", "y", "x"],
@@ -61,12 +63,12 @@ async def test_every_parameter_reaches_the_engine(served: RunningServer) -> None
 
 async def test_a_gap_is_a_prompt_whose_markers_end_the_output(served: RunningServer) -> None:
     gap = prompt_pb2.InfillPrompt(prefix="ab", suffix="c")
-    wanted = messages.GenerateRequest(infill=gap, max_output_tokens=1, stop_token_ids=[9])
+    wanted = messages.GenerateRequest(prompt={"infill": gap}, max_output_tokens=1, stop_token_ids=[9])
     await served.inference.Generate(wanted)
     [request] = served.engine.submitted
     assert request.prompt_token_ids == (256, *b"ab", 257, *b"c", 258)
     assert request.sampling.stop_token_ids == (9, 256, 257, 258)
-    tokens = await served.inference.Tokenize(messages.TokenizeRequest(infill=gap))
+    tokens = await served.inference.Tokenize(messages.TokenizeRequest(prompt={"infill": gap}))
     assert tuple(token.id for token in tokens.tokens) == request.prompt_token_ids
 
 
@@ -88,7 +90,7 @@ async def test_every_sampling_parameter_reaches_the_engine(served: RunningServer
         ignore_end_tokens=True,
         seed=1,
     )
-    await served.inference.Generate(messages.GenerateRequest(text="Hi", sampling=sampling))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, sampling=sampling))
     assert served.engine.submitted[0].sampling == SamplingParams(
         temperature=0.5,
         xtc_probability=0.25,
@@ -110,13 +112,22 @@ async def test_every_sampling_parameter_reaches_the_engine(served: RunningServer
     )
 
 
+async def test_zero_is_the_default_unless_it_may_be_wished_for(served: RunningServer) -> None:
+    zeros: Any = {"top_p": 0.0, "repetition_penalty": 0.0, "seed": 0, "xtc_threshold": 0.0}
+    request = messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1, sampling=zeros)
+    await served.inference.Generate(request)
+    sampling = served.engine.submitted[0].sampling
+    assert (sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0)
+    assert (sampling.seed, sampling.xtc_threshold) == (0, 0.0)
+
+
 async def test_absent_sampling_changes_nothing(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
     assert served.engine.submitted[0].sampling == SamplingParams(seed=SEED)
 
 
 async def test_stream_and_generate_say_the_same(served: RunningServer) -> None:
-    request = messages.GenerateRequest(request_id="one", text="Hi", max_output_tokens=5)
+    request = messages.GenerateRequest(request_id="one", prompt={"text": "Hi"}, max_output_tokens=5)
     responses = await stream(served, request)
     await served.settle()
     whole = await served.inference.Generate(request)
@@ -128,13 +139,15 @@ async def test_stream_and_generate_say_the_same(served: RunningServer) -> None:
     first, last = responses[0].started, responses[-1].finished
     assert (first.request_id, first.model, first.seed) == (whole.request_id, whole.model, whole.seed)
     assert first.cache == whole.cache
-    assert first.create_time.ToSeconds() == whole.create_time.ToSeconds() == served.clock.wall()
+    assert first.receive_time.ToSeconds() == whole.receive_time.ToSeconds() == served.clock.wall()
     assert first.system_fingerprint == whole.system_fingerprint == MODEL_INFO.system_fingerprint(NO_ADAPTER)
     assert (last.usage, last.finish_reason) == (whole.usage, whole.finish_reason)
 
 
 async def test_usage_is_told_field_by_field(served: RunningServer) -> None:
-    usage = (await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=4))).usage
+    usage = (
+        await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=4))
+    ).usage
     assert (usage.prompt_tokens, usage.output_tokens) == (2, 4)
     assert (usage.cached_tokens, usage.ram_tokens, usage.ssd_tokens) == (3, 2, 1)
     assert (usage.draft_tokens, usage.accepted_draft_tokens) == (8, 5)
@@ -157,7 +170,7 @@ async def test_stop_string_and_progress_are_told(served: RunningServer) -> None:
         Delta("so ", (1, 2)),
         FinishedEvent(FinishReason.STOP_STRING, "END", usage_of(request, output_token_count=3)),
     ]
-    responses = await stream(served, messages.GenerateRequest(text="Hi", stop=["END"]))
+    responses = await stream(served, messages.GenerateRequest(prompt={"text": "Hi"}, stop=["END"]))
     assert [r.WhichOneof("event") for r in responses] == ["started", "prefill_progress", "delta", "finished"]
     assert responses[1].prefill_progress.processed_tokens == 1
     assert responses[-1].finished.stop_string == "END"
@@ -172,13 +185,13 @@ async def test_the_token_that_ended_an_output_is_told(served: RunningServer) -> 
             FinishReason.STOP_TOKEN, None, usage_of(request, output_token_count=2), stop_token_id=0
         ),
     ]
-    request = messages.GenerateRequest(text="Hi", stop_token_ids=[0])
+    request = messages.GenerateRequest(prompt={"text": "Hi"}, stop_token_ids=[0])
     told = (await stream(served, request))[-1].finished
     whole = await served.inference.Generate(request)
     for each in (told, whole):
         assert each.finish_reason == usage_pb2.FINISH_REASON_STOP_TOKEN
         assert (each.HasField("stop_token_id"), each.stop_token_id) == (True, 0)
-        assert not each.HasField("stop_string")
+        assert not each.stop_string
 
 
 async def test_log_probabilities_are_told_token_by_token(served: RunningServer) -> None:
@@ -192,7 +205,7 @@ async def test_log_probabilities_are_told_token_by_token(served: RunningServer) 
         FinishedEvent(FinishReason.LENGTH, None, usage_of(request, output_token_count=2)),
     ]
     options = logprobs_pb2.LogprobsOptions(top_count=2, prompt=True, token_ids=[9])
-    request = messages.GenerateRequest(text="Hi", logprobs=options)
+    request = messages.GenerateRequest(prompt={"text": "Hi"}, logprobs=options)
     responses = await stream(served, request)
     whole = await served.inference.Generate(request)
     assert served.engine.submitted[0].logprobs == LogprobsWanted(2, of_prompt=True, token_ids=(9,))
@@ -210,41 +223,44 @@ async def test_log_probabilities_are_told_token_by_token(served: RunningServer) 
     deltas = [response.delta for response in responses if response.HasField("delta")]
     assert [entry for delta in deltas for entry in delta.logprobs] == list(whole.logprobs)
     assert responses[1].prefill_progress.prompt_logprobs == whole.prompt_logprobs
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
     assert served.engine.submitted[-1].logprobs is None
 
 
 async def test_chat_is_rendered_and_tokens_are_taken_as_they_are(served: RunningServer) -> None:
-    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role="user", content="Hé")])
-    await served.inference.Generate(messages.GenerateRequest(chat=chat))
+    chat = prompt_pb2.ChatPrompt(messages=[prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="Hé")])
+    await served.inference.Generate(messages.GenerateRequest(prompt={"chat": chat}))
     tokens = prompt_pb2.TokenPrompt(ids=[0, 299])
-    await served.inference.Generate(messages.GenerateRequest(tokens=tokens))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"tokens": tokens}))
     assert [r.prompt_token_ids for r in served.engine.submitted] == [tuple("user:Hé;".encode()), (0, 299)]
 
 
 async def test_tokenizer_never_runs_on_the_event_loop(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}))
     assert served.tokenizer.thread_names and all(
         n.startswith("tokenizer") for n in served.tokenizer.thread_names
     )
 
 
 async def test_deadline_reaches_the_engine_in_its_own_time(served: RunningServer) -> None:
-    await served.inference.Generate(messages.GenerateRequest(text="Hi"), timeout=50)
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}), timeout=50)
     [request] = served.engine.submitted
     assert request.deadline_time == pytest.approx(served.clock.now + 50, abs=5)
 
 
 async def test_tokenize_names_each_token(served: RunningServer) -> None:
-    response = await served.inference.Tokenize(messages.TokenizeRequest(text="Hi"))
+    response = await served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "Hi"}))
     assert [(t.id, t.piece) for t in response.tokens] == [(72, "<72>"), (105, "<105>")]
     assert response.token_count == 2
-    empty = await served.inference.Tokenize(messages.TokenizeRequest(text=""))
+    tokens: Any = {"tokens": {"ids": [1]}}
+    refusal = await refused(served.inference.Tokenize(messages.TokenizeRequest(prompt=tokens)))
+    assert (refusal.reason, refusal.field) == ("UNSUPPORTED", "prompt.tokens")
+    empty = await served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": ""}))
     assert empty.token_count == 0
 
 
 async def test_detokenize_gives_back_what_was_tokenized(served: RunningServer) -> None:
-    tokens = (await served.inference.Tokenize(messages.TokenizeRequest(text="Größe"))).tokens
+    tokens = (await served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "Größe"}))).tokens
     request = messages.DetokenizeRequest(token_ids=[token.id for token in tokens], model="tiny")
     assert (await served.inference.Detokenize(request)).text == "Größe"
     assert (await served.inference.Detokenize(messages.DetokenizeRequest())).text == ""

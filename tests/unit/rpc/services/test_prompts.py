@@ -109,11 +109,14 @@ async def test_images_however_small_leave_a_thread_to_text(workers: Workers) -> 
     reader.close()
 
 
-def giant(*, last_role: str = "user") -> messages.GenerateRequest:
+def giant(*, has_last_role: bool = True) -> messages.GenerateRequest:
     """Return a conversation of many turns."""
-    turns = [prompt_pb2.ChatMessage(role="user", content="a" * 20) for _ in range(4000)]
+    turns = [prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="a" * 20) for _ in range(4000)]
+    last_role = prompt_pb2.ROLE_USER if has_last_role else prompt_pb2.ROLE_UNSPECIFIED
     turns.append(prompt_pb2.ChatMessage(role=last_role, content="a"))
-    return messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=turns), max_output_tokens=1)
+    return messages.GenerateRequest(
+        prompt={"chat": prompt_pb2.ChatPrompt(messages=turns)}, max_output_tokens=1
+    )
 
 
 async def test_a_long_conversation_is_not_checked_on_the_event_loop(
@@ -121,14 +124,14 @@ async def test_a_long_conversation_is_not_checked_on_the_event_loop(
 ) -> None:
     reader = served.server._prompts
     held = [await begin(reader, workers.work(name)) for name in ("one", "two")]
-    asking = asyncio.ensure_future(served.inference.Generate(giant(last_role="nobody"), timeout=BOUND_S))
+    asking = asyncio.ensure_future(served.inference.Generate(giant(has_last_role=False), timeout=BOUND_S))
     stub: Any = health_pb2_grpc.HealthStub(served.channel)
     for _ in range(3):
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
     # Its refusal comes from a thread, and those are both busy.
     assert not asking.done()
     workers.go.set()
-    assert (await refused(asking)).field == "chat.messages[4000].role"
+    assert (await refused(asking)).field == "prompt.chat.messages[4000].role"
     assert await asyncio.gather(*held) == ["one", "two"]
 
 
@@ -169,11 +172,11 @@ async def test_one_callers_queue_is_not_everybodys(workers: Workers) -> None:
 async def test_text_that_can_never_fit_is_not_tokenized(served: RunningServer) -> None:
     served.tokenizer.thread_names.clear()
     for asking in (
-        served.inference.Generate(messages.GenerateRequest(text="a" * (1 << 20) + "b")),
-        served.inference.Tokenize(messages.TokenizeRequest(text="a" * (1 << 20) + "b")),
+        served.inference.Generate(messages.GenerateRequest(prompt={"text": "a" * (1 << 20) + "b"})),
+        served.inference.Tokenize(messages.TokenizeRequest(prompt={"text": "a" * (1 << 20) + "b"})),
     ):
         answer = await refused(asking)
-        assert (answer.reason, answer.field) == ("PROMPT_TOO_LONG", "text")
+        assert (answer.reason, answer.field) == ("PROMPT_TOO_LONG", "prompt.text")
         assert answer.info.metadata["limit_bytes"] == str(1 << 20)
     assert not served.tokenizer.thread_names
 
@@ -182,25 +185,25 @@ async def test_text_that_can_never_fit_is_not_tokenized(served: RunningServer) -
     ("turn", "field", "limit"),
     [
         ({"parts": [{"text": "a"}] * 257}, "parts", 256),
-        ({"role": "assistant", "tool_calls": [{"name": "f"}] * 257}, "tool_calls", 256),
-        ({"role": "assistant", "token_ids": [1] * 65}, "token_ids", 64),
+        ({"role": "ROLE_ASSISTANT", "tool_calls": [{"name": "f"}] * 257}, "tool_calls", 256),
+        ({"role": "ROLE_ASSISTANT", "token_ids": [1] * 65}, "token_ids", 64),
     ],
 )
 async def test_what_one_turn_may_hold_is_counted(
     served: RunningServer, turn: dict[str, Any], field: str, limit: int
 ) -> None:
-    message = prompt_pb2.ChatMessage(**{"role": "user", **turn})
-    request = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[message]))
+    message = prompt_pb2.ChatMessage(**{"role": "ROLE_USER", **turn})
+    request = messages.GenerateRequest(prompt={"chat": prompt_pb2.ChatPrompt(messages=[message])})
     answer = await refused(served.inference.Generate(request))
-    assert (answer.reason, answer.field) == ("CHAT_INVALID", f"chat.messages[0].{field}")
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", f"prompt.chat.messages[0].{field}")
     assert answer.info.metadata["limit"] == str(limit)
 
 
 async def test_turns_are_counted_before_they_are_looked_at(served: RunningServer) -> None:
     request = giant()
-    request.chat.messages.extend([prompt_pb2.ChatMessage(role="nobody")] * 100)
+    request.prompt.chat.messages.extend([prompt_pb2.ChatMessage()] * 100)
     answer = await refused(served.inference.Generate(request))
-    assert (answer.reason, answer.field) == ("CHAT_INVALID", "chat.messages")
+    assert (answer.reason, answer.field) == ("CHAT_INVALID", "prompt.chat.messages")
 
 
 async def test_a_rerank_form_that_multiplies_its_document_is_refused(served: RunningServer) -> None:
@@ -236,7 +239,7 @@ BEYOND = "\N{GRINNING FACE}"
 
 
 async def test_text_that_spells_a_token_beyond_the_models_table_is_refused() -> None:
-    turn = prompt_pb2.ChatMessage(role="user", content=BEYOND)
+    turn = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content=BEYOND)
     prompts: list[tuple[str, dict[str, Any]]] = [
         ("text", {"text": BEYOND}),
         ("chat", {"chat": prompt_pb2.ChatPrompt(messages=[turn])}),
@@ -244,17 +247,17 @@ async def test_text_that_spells_a_token_beyond_the_models_table_is_refused() -> 
     ]
     async with running(info=SMALL) as served:
         for field, prompt in prompts:
-            answer = await refused(served.inference.Generate(messages.GenerateRequest(**prompt)))
-            assert (answer.reason, answer.field) == ("TOKEN_OUT_OF_RANGE", field)
+            answer = await refused(served.inference.Generate(messages.GenerateRequest(prompt=prompt)))
+            assert (answer.reason, answer.field) == ("TOKEN_OUT_OF_RANGE", f"prompt.{field}")
             assert answer.info.metadata["vocabulary_size"] == "200"
-        wanted = messages.GenerateRequest(text="a" * 60, max_output_tokens=1)
+        wanted = messages.GenerateRequest(prompt={"text": "a" * 60}, max_output_tokens=1)
         assert (await served.inference.Generate(wanted)).text == " w0"
 
 
 async def test_words_that_the_model_cannot_draw_need_no_ban() -> None:
     sampling = sampling_pb2.SamplingParams(bad_words=["a", BEYOND])
     async with running(info=SMALL) as served:
-        await served.inference.Generate(messages.GenerateRequest(text="Hi", sampling=sampling))
+        await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, sampling=sampling))
         assert served.engine.submitted[0].sampling.banned == (tuple(b"a"), tuple(b" a"))
 
 
@@ -262,13 +265,15 @@ async def test_an_end_of_a_gap_that_the_model_cannot_draw_is_left_out() -> None:
     gap = prompt_pb2.InfillPrompt(prefix="a")
     async with running(info=dataclasses.replace(MODEL_INFO, vocabulary_size=259)) as served:
         served.tokenizer.gap_end_ids = (258, 259, 300)
-        await served.inference.Generate(messages.GenerateRequest(infill=gap))
+        await served.inference.Generate(messages.GenerateRequest(prompt={"infill": gap}))
         assert served.engine.submitted[0].sampling.stop_token_ids == (258,)
 
 
 async def test_reasoning_that_no_token_of_the_model_ends_cannot_be_bounded() -> None:
-    turn = prompt_pb2.ChatMessage(role="user", content="Hi")
-    request = messages.GenerateRequest(chat=prompt_pb2.ChatPrompt(messages=[turn]), max_reasoning_tokens=1)
+    turn = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="Hi")
+    request = messages.GenerateRequest(
+        prompt={"chat": prompt_pb2.ChatPrompt(messages=[turn])}, max_reasoning_tokens=1
+    )
     async with running(info=SMALL) as served:
         served.tokenizer.reasoning = THINKING_TOKENIZER.reply_reasoning(
             Conversation((ChatMessage("user", "Hi"),)), RenderedChat(())

@@ -32,7 +32,7 @@ def added(*, completion_count: int) -> ReplySum:
             delta = inference.Delta(text="x", token_ids=[9], logprobs=[entry], completion_index=index)
             total.add([inference.StreamResponse(delta=delta)])
         finished = inference.Finished(
-            finish_reason=usage_pb2.FINISH_REASON_LENGTH, completion_index=index, stop_string=""
+            finish_reason=usage_pb2.FINISH_REASON_LENGTH, completion_index=index, stop_string="END"
         )
         total.add([inference.StreamResponse(finished=finished)])
     return total
@@ -44,7 +44,7 @@ def test_an_answer_with_everything_is_what_was_told() -> None:
     answer = inference.GenerateResponse.FromString(encoded.data)
     assert list(answer.prompt_logprobs) == entries(600)
     assert (answer.request_id, answer.text, answer.cache, answer.seed) == ("r", "xxx", reports[0], 7)
-    assert answer.HasField("stop_string") and list(answer.token_ids) == [9, 9, 9]
+    assert answer.stop_string == "END" and list(answer.token_ids) == [9, 9, 9]
     assert [(c.index, c.seed, c.cache) for c in answer.completions] == list(
         zip(range(3), range(7, 10), reports, strict=True)
     )

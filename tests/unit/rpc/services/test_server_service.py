@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from icehouse.v1 import embedding_service_pb2, server_service_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_server.config import CacheConfig, Config, FleetConfig, ModelConfig, SecurityConfig
@@ -16,6 +18,7 @@ from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
+from icehouse_server.rpc.messages import field_checks
 from icehouse_server.rpc.services.server_service import server_proto
 
 from tests.fixtures.rpc.details import refused
@@ -70,6 +73,34 @@ def test_features_are_those_of_the_configuration(config: Config, features: list[
     assert names == [f"SERVER_FEATURE_{name}" for name in features]
 
 
+async def test_watching_repeats_the_counters(served: RunningServer) -> None:
+    often = server_service_pb2.WatchStatsRequest(interval=Duration(nanos=100_000_000))
+    watch = served.serving.WatchStats(often)
+    first = (await watch.read()).stats
+    served.engine.stats = dataclasses.replace(served.engine.stats, step_total=8)
+    second = (await watch.read()).stats
+    assert (first.engine.step_total, second.engine.step_total) == (7, 8)
+    watch.cancel()
+
+
+async def test_the_counters_are_answered_as_they_are_watched(served: RunningServer) -> None:
+    once = (await served.serving.GetStats(server_service_pb2.GetStatsRequest())).stats
+    watch = served.serving.WatchStats(server_service_pb2.WatchStatsRequest())
+    watched = (await watch.read()).stats
+    watch.cancel()
+    assert once.engine.step_total == 7
+    once.ClearField("collect_time")
+    watched.ClearField("collect_time")
+    assert once == watched
+
+
+@pytest.mark.parametrize("interval", [Duration(), Duration(seconds=-1), Duration(seconds=3601)])
+async def test_watch_interval_has_a_range(served: RunningServer, interval: Duration) -> None:
+    watch: Any = served.serving.WatchStats(server_service_pb2.WatchStatsRequest(interval=interval))
+    answer = await refused(watch.read())
+    assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "interval")
+
+
 @pytest.fixture
 async def busy() -> AsyncIterator[RunningServer]:
     """A server whose engine begins and does not end: "wait" has not begun, "two" has two outputs."""
@@ -86,11 +117,17 @@ async def begun(call: Any) -> Any:
 
 
 async def test_requests_are_listed_with_how_far_they_are(busy: RunningServer) -> None:
-    waiting = busy.inference.Stream(inference.GenerateRequest(text="abc", request_id="wait", session_id="s"))
+    waiting = busy.inference.Stream(
+        inference.GenerateRequest(prompt={"text": "abc"}, request_id="wait", session_id="s")
+    )
     while not busy.engine.submitted:
         await busy.settle()
     two = inference.GenerateRequest(
-        text="ab", request_id="two", completions=2, max_output_tokens=9, sampling={"temperature": 1.0}
+        prompt={"text": "ab"},
+        request_id="two",
+        completions=2,
+        max_output_tokens=9,
+        sampling={"temperature": 1.0},
     )
     await begun(busy.inference.Stream(two))
     await busy.settle()
@@ -107,7 +144,9 @@ async def test_requests_are_listed_with_how_far_they_are(busy: RunningServer) ->
 
 
 async def test_a_cancelled_request_ends_with_why(busy: RunningServer) -> None:
-    call = await begun(busy.inference.Stream(inference.GenerateRequest(text="ab", request_id="one")))
+    call = await begun(
+        busy.inference.Stream(inference.GenerateRequest(prompt={"text": "ab"}, request_id="one"))
+    )
     ended = (await busy.serving.CancelRequest(cancel("one"))).request
     assert (ended.request_id, ended.prompt_tokens) == ("one", 2)
     assert await busy.cancelled() == "one"
@@ -121,7 +160,9 @@ async def test_a_cancelled_request_ends_with_why(busy: RunningServer) -> None:
 
 
 async def test_all_parts_of_a_request_are_cancelled(busy: RunningServer) -> None:
-    two = inference.GenerateRequest(text="ab", request_id="two", completions=2, sampling={"temperature": 1.0})
+    two = inference.GenerateRequest(
+        prompt={"text": "ab"}, request_id="two", completions=2, sampling={"temperature": 1.0}
+    )
     await begun(busy.inference.Stream(two))
     await busy.serving.CancelRequest(cancel("two"))
     assert len({await busy.cancelled(), await busy.cancelled()}) == 2
@@ -129,7 +170,9 @@ async def test_all_parts_of_a_request_are_cancelled(busy: RunningServer) -> None
 
 async def test_pages_go_on_where_the_last_one_ended(busy: RunningServer) -> None:
     calls = [
-        await begun(busy.inference.Stream(inference.GenerateRequest(text="ab", request_id=f"r{index}")))
+        await begun(
+            busy.inference.Stream(inference.GenerateRequest(prompt={"text": "ab"}, request_id=f"r{index}"))
+        )
         for index in range(3)
     ]
     page = await busy.serving.ListRequests(server_service_pb2.ListRequestsRequest(page_size=2))
@@ -142,10 +185,24 @@ async def test_pages_go_on_where_the_last_one_ended(busy: RunningServer) -> None
         call.cancel()
 
 
+async def test_a_page_is_never_longer_than_the_longest(
+    busy: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field_checks, "PAGE_SIZE_LIMIT", 2)
+    calls = [
+        await begun(busy.inference.Stream(inference.GenerateRequest(prompt={"text": "ab"}, request_id=name)))
+        for name in "abc"
+    ]
+    page = await busy.serving.ListRequests(server_service_pb2.ListRequestsRequest(page_size=2_000_000))
+    assert [r.request_id for r in page.requests] == ["a", "b"] and page.next_page_token
+    for call in calls:
+        call.cancel()
+
+
 @pytest.mark.parametrize(
     ("method", "request_message", "field"),
     [
-        ("ListRequests", server_service_pb2.ListRequestsRequest(page_size=1001), "page_size"),
+        ("ListRequests", server_service_pb2.ListRequestsRequest(page_size=-1), "page_size"),
         ("ListRequests", server_service_pb2.ListRequestsRequest(page_token="x"), "page_token"),
         ("ListRequests", server_service_pb2.ListRequestsRequest(page_token="9" * 20), "page_token"),
         ("CancelRequest", cancel(""), "request_id"),
@@ -176,7 +233,7 @@ async def test_a_tenant_sees_and_ends_its_own_and_an_operator_all(tmp_path: Path
         served.engine.script = hanging
         call = await begun(
             served.inference.Stream(
-                inference.GenerateRequest(text="ab", request_id="mine"), **credentials("red")
+                inference.GenerateRequest(prompt={"text": "ab"}, request_id="mine"), **credentials("red")
             )
         )
         seen = {
@@ -201,7 +258,7 @@ async def test_what_has_ended_is_not_there_although_its_reader_has_not_taken_it(
         yield from [Delta("x" * 10_000, (1,))] * 200
         yield finished(request)
 
-    one = inference.GenerateRequest(text="ab", request_id="one")
+    one = inference.GenerateRequest(prompt={"text": "ab"}, request_id="one")
     async with guarded_server(tmp_path, server={"outbox_byte_limit": 1 << 30}) as served:
         served.engine.script = unread
         first = await begun(served.inference.Stream(one, metadata=bearer(SEARCH)))
@@ -222,7 +279,7 @@ async def test_what_has_ended_is_not_there_although_its_reader_has_not_taken_it(
 
 
 async def test_two_tenants_may_use_one_id_and_each_ends_its_own(tmp_path: Path) -> None:
-    one = inference.GenerateRequest(text="ab", request_id="one")
+    one = inference.GenerateRequest(prompt={"text": "ab"}, request_id="one")
     async with guarded_server(tmp_path) as served:
         served.engine.script = hanging
         calls = {

@@ -22,7 +22,7 @@ GRANTS = TenantConfig(shared_prefixes=" handbook , legal = ads+finance,closed=")
 
 def request_of(name: str) -> messages.GenerateRequest:
     policy = cache_policy_pb2.CachePolicy(shared_prefix_name=name)
-    return messages.GenerateRequest(text="Hi", max_output_tokens=1, cache=policy)
+    return messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1, cache=policy)
 
 
 def test_grants_are_read() -> None:
@@ -57,11 +57,11 @@ async def test_who_may_reads_it_and_writes_as_itself(tmp_path: Path, caller: str
 )
 async def test_who_may_not_is_refused(tmp_path: Path, caller: str, name: str) -> None:
     async with guarded_server(tmp_path, tenants=GRANTS) as served:
-        warm = cache_service_pb2.WarmRequest(text="Hi", cache=request_of(name).cache)
-        explain = cache_service_pb2.ExplainRequest(text="Hi", cache=request_of(name).cache)
+        warm = cache_service_pb2.WarmRequest(prompt={"text": "Hi"}, cache=request_of(name).cache)
+        explain = cache_service_pb2.ExplainRequest(prompt={"text": "Hi"}, cache=request_of(name).cache)
         for call in (
             served.inference.Generate(request_of(name), metadata=bearer(TOKENS[caller])),
-            served.cache.Warm(warm, metadata=bearer(TOKENS[caller])),
+            served.cache.Warm(warm, metadata=bearer(TOKENS[caller])).read(),
             served.cache.Explain(explain, metadata=bearer(TOKENS[caller])),
         ):
             refusal = await refused(call)
@@ -74,13 +74,13 @@ async def test_who_may_not_is_refused(tmp_path: Path, caller: str, name: str) ->
 async def test_without_credentials_any_name_will_do(served: RunningServer) -> None:
     await served.inference.Generate(request_of("handbook"))
     assert served.engine.submitted[0].shared_tenant == "handbook"
-    await served.inference.Generate(messages.GenerateRequest(text="Hi", max_output_tokens=1))
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1))
     assert served.engine.submitted[1].shared_tenant is None
     refusal = await refused(served.inference.Generate(request_of("x" * 129)))
     assert refusal.reason == "PARAMETER_OUT_OF_RANGE"
 
 
 async def test_explain_asks_with_it(served: RunningServer) -> None:
-    request = cache_service_pb2.ExplainRequest(text="Hi", cache=request_of("handbook").cache)
+    request = cache_service_pb2.ExplainRequest(prompt={"text": "Hi"}, cache=request_of("handbook").cache)
     assert (await refused(served.cache.Explain(request))).reason == "CACHE_UNSUPPORTED"
     assert served.engine.orders[-1].shared_scope == CacheScope(Tenant("handbook"))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from icehouse.v1.cache_service_pb2 import WatchStatsResponse
+from icehouse.v1.server_service_pb2 import WatchStatsResponse
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
@@ -76,13 +76,13 @@ async def test_all_who_are_told_the_same_get_one_message() -> None:
         callers = [UNPROVED, blue, UNPROVED, red, Caller(Tenant("boss"), Role.OPERATOR), blue]
         for _ in range(2):
             asked_count = engine.asked_count
-            told = await asyncio.gather(*(reader.watched(caller) for caller in callers))
+            told = await asyncio.gather(*(reader.answer(caller) for caller in callers))
             assert engine.asked_count == asked_count + 1
             assert told[0] is told[2] is told[4] and told[1] is told[5]
             assert len({id(each) for each in told}) == 3
             [whole, own] = [WatchStatsResponse.FromString(told[n].data).stats for n in (0, 1)]
             assert whole.HasField("engine") and not own.HasField("engine")
-        assert (await reader.watched(UNPROVED)).data is not told[0].data, "what was told before is over"
+        assert (await reader.answer(UNPROVED)).data is not told[0].data, "what was told before is over"
 
 
 async def test_an_engine_that_ends_tells_all_of_them() -> None:

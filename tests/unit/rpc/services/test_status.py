@@ -17,7 +17,9 @@ BLOCK = RecentBlock(BlockHash(b"a"), BlockHash(b"root"), 0, 256, 3, is_in_ram=Tr
 
 async def test_it_has_the_latest_sample_slow_requests_and_the_blocks_used_last(served: RunningServer) -> None:
     served.engine.order_answer = RecentBlocks((BLOCK,))
-    await served.inference.Generate(messages.GenerateRequest(text="ab", request_id="r1", max_output_tokens=1))
+    await served.inference.Generate(
+        messages.GenerateRequest(prompt={"text": "ab"}, request_id="r1", max_output_tokens=1)
+    )
     await served.server.poller.sample()
     status = await served.server.status.read()
     assert status.recent_blocks == (BLOCK,) and served.engine.orders == [ListRecent(BLOCK_LIMIT)]

@@ -69,9 +69,9 @@ BESIDE = {"skip_special_tokens"}
 """Mapped onto the engine's request, which the API has no field for."""
 
 DEFAULT: dict[str, Any] = {
-    "text": "a",
+    "prompt": {"text": "a"},
     "max_output_tokens": MODEL_INFO.context_token_limit,
-    "sampling": {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "top_k": 0, "min_p": 0.0},
+    "sampling": {"temperature": 1.0},
 }
 
 
@@ -124,7 +124,7 @@ def test_output_tokens_left_open_are_bounded_by_the_limit() -> None:
 def test_tokens_and_names_are_taken_over() -> None:
     tokenized = messages.TokenizedInput(original_text="ignored", input_ids=[1, 2, 299])
     request = read(request_id="chatcmpl_1", tokenized=tokenized, stream=True, data_parallel_rank=0).native
-    assert (request.request_id, list(request.tokens.ids)) == ("chatcmpl_1", [1, 2, 299])
+    assert (request.request_id, list(request.prompt.tokens.ids)) == ("chatcmpl_1", [1, 2, 299])
 
 
 def test_markers_go_beside() -> None:

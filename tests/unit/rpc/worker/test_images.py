@@ -52,7 +52,7 @@ def fields(**changes: Any) -> dict[str, Any]:
 def read(**changes: Any) -> SentImages:
     request = messages.GenerateRequest(**fields(**changes))
     found = worker_request_of(request, info=SEEING, config=ServerConfig(max_images=3))
-    assert found.read_images is not None and list(found.native.tokens.ids) == IDS
+    assert found.read_images is not None and list(found.native.prompt.tokens.ids) == IDS
     return found.read_images()
 
 

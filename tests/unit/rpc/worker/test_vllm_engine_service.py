@@ -564,5 +564,7 @@ async def test_a_tenant_is_told_nothing_of_what_another_does(tmp_path: Path) -> 
 
 async def test_the_api_is_served_beside_it(served: RunningServer) -> None:
     served.engine.script = counting
-    response = await served.inference.Generate(native.GenerateRequest(text="Hi", max_output_tokens=2))
+    response = await served.inference.Generate(
+        native.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=2)
+    )
     assert list(response.token_ids) == [0, 1]

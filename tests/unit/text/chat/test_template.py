@@ -62,6 +62,15 @@ def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
     )
 
 
+def test_a_role_of_the_templates_own_is_written_where_the_template_writes_it() -> None:
+    asked = Conversation(turns(("ipython", "2"), ("user", "Hi")))
+    text = render(HEADERS, asked)
+    assert text.startswith("<bos><|start_header_id|>ipython<|end_header_id|>\n\n2<|im_end|>")
+    with pytest.raises(InvalidRequest, match="would drop") as caught:
+        render(THINKING, asked)
+    assert caught.value.field == "prompt.chat.messages[0].content"
+
+
 def test_systems_in_a_row_become_one() -> None:
     text = render(HEADERS, Conversation(turns(("system", "A"), ("developer", "B"), ("user", "Hi"))))
     assert text.count("system<|end_header_id|>") == 1 and "A\n\nB<|im_end|>" in text
@@ -94,7 +103,7 @@ def test_what_the_template_refuses_is_refused_in_its_words() -> None:
     refusing = Family("{{ raise_exception('Not today.') }}")
     with pytest.raises(InvalidRequest, match=r"Not today\.") as caught:
         render(refusing, Conversation(ASKED))
-    assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "chat")
+    assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "prompt.chat")
 
 
 def test_a_template_that_breaks_says_no_word_of_the_conversation() -> None:
@@ -117,7 +126,7 @@ def test_arguments_reach_the_template() -> None:
 def test_arguments_cannot_be_the_servers_own(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:
         render(THINKING, Conversation(ASKED, template_arguments={name: "{{ 1 }}"}))
-    assert caught.value.field == "chat.template_arguments"
+    assert caught.value.field == "prompt.chat.template_arguments"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +143,11 @@ def test_what_would_be_dropped_is_refused() -> None:
     forgetful = dataclasses.replace(
         THINKING, template="{% set messages = messages[-12:] %}" + THINKING.template
     )
-    with pytest.raises(InvalidRequest, match=r"drop chat\.messages\[0\]\.content without a word") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"drop prompt\.chat\.messages\[0\]\.content without a word"
+    ) as caught:
         render(forgetful, Conversation(turns(("user", "A"), ("assistant", "B")) * 6 + ASKED))
-    assert caught.value.field == "chat.messages[0].content"
+    assert caught.value.field == "prompt.chat.messages[0].content"
 
 
 def test_thoughts_may_be_dropped() -> None:
@@ -164,7 +175,7 @@ STRANGE = dataclasses.replace(
 def test_tools_are_refused_where_they_cannot_work(family: Family, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as caught:
         render(family, Conversation(ASKED, tools=(WEATHER,)))
-    assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "tools")
+    assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "prompt.tools")
 
 
 def test_an_answer_is_continued_where_it_stops() -> None:

@@ -41,7 +41,7 @@ def models(server: Server, as_json: AsJson = False) -> None:
 @_asks_a_server
 def stats(server: Server, as_json: AsJson = False) -> None:
     """Print a server's counters once: requests, tokens, tiers, tenants; `top` shows them live."""
-    found = server.client.cache_stats()
+    found = server.client.stats()
     shown = screen(found, rates_between(None, found), address=server.address)
     show(found, shown, as_json=as_json)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from icehouse.v1.cache_stats_pb2 import CacheStats
 from icehouse.v1.engine_stats_pb2 import EngineStats
-from icehouse.v1.inference_service_pb2 import CacheStatsResponse
+from icehouse.v1.server_service_pb2 import ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -49,7 +49,7 @@ def top(
         with contextlib.suppress(KeyboardInterrupt):
             _show(server, interval_s=interval_s)
         return
-    looks = server.client.cache.watch_stats(interval_s=interval_s)
+    looks = server.client.watch_stats(interval_s=interval_s)
     with contextlib.closing(looks), contextlib.suppress(KeyboardInterrupt):
         for stats in itertools.islice(looks, 1 if once else None):
             if as_json:
@@ -61,7 +61,7 @@ def top(
 def _show(server: Server, *, interval_s: float) -> None:
     """Draw every look until Ctrl-C; a server that goes away is waited for."""
     history: collections.deque[float] = collections.deque(maxlen=_HISTORY_COUNT)
-    earlier: CacheStatsResponse | None = None
+    earlier: ServerStats | None = None
     with Live(console=out, screen=True, auto_refresh=False) as live:
         for stats, notice in looks(server, interval_s=interval_s):
             rates = rates_between(earlier, stats)
@@ -72,16 +72,16 @@ def _show(server: Server, *, interval_s: float) -> None:
             earlier = stats
 
 
-def looks(server: Server, *, interval_s: float) -> Iterator[tuple[CacheStatsResponse, str]]:
+def looks(server: Server, *, interval_s: float) -> Iterator[tuple[ServerStats, str]]:
     """Yield looks and, when the server has gone, the last one once more with what happened.
 
     Raises IcehouseClientError when there was none at first, or when the server refuses.
     """
     pause = threading.Event()
-    last: CacheStatsResponse | None = None
+    last: ServerStats | None = None
     while True:
         try:
-            for stats in server.client.cache.watch_stats(interval_s=interval_s, waits=last is not None):
+            for stats in server.client.watch_stats(interval_s=interval_s, waits=last is not None):
                 last = stats
                 yield stats, ""
         except IcehouseClientError as error:
@@ -106,21 +106,21 @@ class Rates:
     hit_ratio: float | None
 
 
-def rates_between(earlier: CacheStatsResponse | None, later: CacheStatsResponse) -> Rates:
+def rates_between(earlier: ServerStats | None, later: ServerStats) -> Rates:
     """Return the rates from `earlier` to `later`; since the engine's start where there is no earlier one.
 
     A server that was restarted in between has smaller totals: its rates are since its start too.
     """
     elapsed_s = seconds(later.engine.uptime)
     if earlier is None or not earlier.HasField("engine") or seconds(earlier.engine.uptime) > elapsed_s:
-        earlier = CacheStatsResponse()
+        earlier = ServerStats()
     else:
         elapsed_s = (later.collect_time.ToNanoseconds() - earlier.collect_time.ToNanoseconds()) / 1e9
 
-    def grown(total: Callable[[CacheStatsResponse], int]) -> int:
+    def grown(total: Callable[[ServerStats], int]) -> int:
         return total(later) - total(earlier)
 
-    def per_s(total: Callable[[CacheStatsResponse], int]) -> float:
+    def per_s(total: Callable[[ServerStats], int]) -> float:
         return grown(total) / elapsed_s if elapsed_s > 0 else 0.0
 
     reused = grown(lambda s: s.cache.lookups.ram_token_total + s.cache.lookups.ssd_token_total)
@@ -138,7 +138,7 @@ def rates_between(earlier: CacheStatsResponse | None, later: CacheStatsResponse)
 
 
 def screen(
-    stats: CacheStatsResponse, rates: Rates, *, address: str, history: Sequence[float] = (), notice: str = ""
+    stats: ServerStats, rates: Rates, *, address: str, history: Sequence[float] = (), notice: str = ""
 ) -> RenderableType:
     """Return the whole screen; `history` is of output tokens per second, `notice` a line of trouble."""
     title = Text.assemble(("icehouse ", "bold"), address)
@@ -183,7 +183,8 @@ def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
         f"({share_text(rates.hit_ratio)})  ",
         (sparkline(history), "cyan"),
     )
-    p50, p99 = (duration_text(seconds(step)) for step in (engine.decode_step_p50, engine.decode_step_p99))
+    p50 = duration_text(seconds(engine.decode_step_duration_p50))
+    p99 = duration_text(seconds(engine.decode_step_duration_p99))
     step = f"{p50}, 1 in 100 over {p99} · memory {size_text(engine.active_memory_bytes)}"
     if engine.memory_limit_bytes:
         step += f" of {size_text(engine.memory_limit_bytes)}"

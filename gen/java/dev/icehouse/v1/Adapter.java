@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A loaded adapter: a small difference to the model's weights, which requests choose by name.
+ * A loaded adapter: small weights added to the model's own, which requests choose by name.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.Adapter}
@@ -51,7 +51,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The name callers use in `adapter`.
+   * The name that requests use in `adapter`.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The name callers use in `adapter`.
+   * The name that requests use in `adapter`.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -145,7 +145,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object digest_ = "";
   /**
    * <pre>
-   * Identity of all that it computes, in hex. It is part of the identity of KV.
+   * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
    * </pre>
    *
    * <code>string digest = 3;</code>
@@ -166,7 +166,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Identity of all that it computes, in hex. It is part of the identity of KV.
+   * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
    * </pre>
    *
    * <code>string digest = 3;</code>
@@ -206,7 +206,7 @@ private static final long serialVersionUID = 0L;
   private long weightBytes_ = 0L;
   /**
    * <pre>
-   * Bytes it takes in memory beside the model's weights, which it shares.
+   * Bytes it takes in memory in addition to the model's weights.
    * </pre>
    *
    * <code>int64 weight_bytes = 5;</code>
@@ -419,7 +419,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A loaded adapter: a small difference to the model's weights, which requests choose by name.
+   * A loaded adapter: small weights added to the model's own, which requests choose by name.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.Adapter}
@@ -646,7 +646,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The name callers use in `adapter`.
+     * The name that requests use in `adapter`.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -666,7 +666,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `adapter`.
+     * The name that requests use in `adapter`.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -687,7 +687,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `adapter`.
+     * The name that requests use in `adapter`.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -704,7 +704,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `adapter`.
+     * The name that requests use in `adapter`.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -718,7 +718,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `adapter`.
+     * The name that requests use in `adapter`.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -830,7 +830,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object digest_ = "";
     /**
      * <pre>
-     * Identity of all that it computes, in hex. It is part of the identity of KV.
+     * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
      * </pre>
      *
      * <code>string digest = 3;</code>
@@ -850,7 +850,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of all that it computes, in hex. It is part of the identity of KV.
+     * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
      * </pre>
      *
      * <code>string digest = 3;</code>
@@ -871,7 +871,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of all that it computes, in hex. It is part of the identity of KV.
+     * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
      * </pre>
      *
      * <code>string digest = 3;</code>
@@ -888,7 +888,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of all that it computes, in hex. It is part of the identity of KV.
+     * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
      * </pre>
      *
      * <code>string digest = 3;</code>
@@ -902,7 +902,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of all that it computes, in hex. It is part of the identity of KV.
+     * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
      * </pre>
      *
      * <code>string digest = 3;</code>
@@ -966,7 +966,7 @@ private static final long serialVersionUID = 0L;
     private long weightBytes_ ;
     /**
      * <pre>
-     * Bytes it takes in memory beside the model's weights, which it shares.
+     * Bytes it takes in memory in addition to the model's weights.
      * </pre>
      *
      * <code>int64 weight_bytes = 5;</code>
@@ -978,7 +978,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes it takes in memory beside the model's weights, which it shares.
+     * Bytes it takes in memory in addition to the model's weights.
      * </pre>
      *
      * <code>int64 weight_bytes = 5;</code>
@@ -994,7 +994,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes it takes in memory beside the model's weights, which it shares.
+     * Bytes it takes in memory in addition to the model's weights.
      * </pre>
      *
      * <code>int64 weight_bytes = 5;</code>

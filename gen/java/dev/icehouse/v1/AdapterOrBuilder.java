@@ -10,7 +10,7 @@ public interface AdapterOrBuilder extends
 
   /**
    * <pre>
-   * The name callers use in `adapter`.
+   * The name that requests use in `adapter`.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -19,7 +19,7 @@ public interface AdapterOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The name callers use in `adapter`.
+   * The name that requests use in `adapter`.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -50,7 +50,7 @@ public interface AdapterOrBuilder extends
 
   /**
    * <pre>
-   * Identity of all that it computes, in hex. It is part of the identity of KV.
+   * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
    * </pre>
    *
    * <code>string digest = 3;</code>
@@ -59,7 +59,7 @@ public interface AdapterOrBuilder extends
   java.lang.String getDigest();
   /**
    * <pre>
-   * Identity of all that it computes, in hex. It is part of the identity of KV.
+   * Hash of its weights and settings, in hex. It is part of the fingerprint of KV.
    * </pre>
    *
    * <code>string digest = 3;</code>
@@ -80,7 +80,7 @@ public interface AdapterOrBuilder extends
 
   /**
    * <pre>
-   * Bytes it takes in memory beside the model's weights, which it shares.
+   * Bytes it takes in memory in addition to the model's weights.
    * </pre>
    *
    * <code>int64 weight_bytes = 5;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One known block of a prompt.
+ * One cached block of a prompt.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.BlockMatch}
@@ -167,7 +167,7 @@ private static final long serialVersionUID = 0L;
   private boolean hasCheckpoint_ = false;
   /**
    * <pre>
-   * Whether a model that cannot be cut anywhere can resume at its end.
+   * Whether a model that cannot resume at any token can resume at its end.
    * </pre>
    *
    * <code>bool has_checkpoint = 6;</code>
@@ -419,7 +419,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One known block of a prompt.
+   * One cached block of a prompt.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.BlockMatch}
@@ -963,7 +963,7 @@ private static final long serialVersionUID = 0L;
     private boolean hasCheckpoint_ ;
     /**
      * <pre>
-     * Whether a model that cannot be cut anywhere can resume at its end.
+     * Whether a model that cannot resume at any token can resume at its end.
      * </pre>
      *
      * <code>bool has_checkpoint = 6;</code>
@@ -975,7 +975,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether a model that cannot be cut anywhere can resume at its end.
+     * Whether a model that cannot resume at any token can resume at its end.
      * </pre>
      *
      * <code>bool has_checkpoint = 6;</code>
@@ -991,7 +991,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether a model that cannot be cut anywhere can resume at its end.
+     * Whether a model that cannot resume at any token can resume at its end.
      * </pre>
      *
      * <code>bool has_checkpoint = 6;</code>

@@ -79,7 +79,7 @@ public interface BlockMatchOrBuilder extends
 
   /**
    * <pre>
-   * Whether a model that cannot be cut anywhere can resume at its end.
+   * Whether a model that cannot resume at any token can resume at its end.
    * </pre>
    *
    * <code>bool has_checkpoint = 6;</code>

@@ -79,7 +79,7 @@ private static final long serialVersionUID = 0L;
   private long limitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes.
+   * Maximum bytes.
    * </pre>
    *
    * <code>int64 limit_bytes = 3;</code>
@@ -140,7 +140,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object writesOffDetail_ = "";
   /**
    * <pre>
-   * Why nothing is written at present. Absent: writing works.
+   * Why nothing is written at present. Empty: writing works.
    * </pre>
    *
    * <code>string writes_off_detail = 7;</code>
@@ -161,7 +161,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why nothing is written at present. Absent: writing works.
+   * Why nothing is written at present. Empty: writing works.
    * </pre>
    *
    * <code>string writes_off_detail = 7;</code>
@@ -186,7 +186,7 @@ private static final long serialVersionUID = 0L;
   private boolean encrypted_ = false;
   /**
    * <pre>
-   * Whether blocks are encrypted on their way to it.
+   * Whether blocks are encrypted.
    * </pre>
    *
    * <code>bool encrypted = 8;</code>
@@ -202,8 +202,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object hangDetail_ = "";
   /**
    * <pre>
-   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Empty: it responds.
    * </pre>
    *
    * <code>string hang_detail = 9;</code>
@@ -224,8 +224,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Empty: it responds.
    * </pre>
    *
    * <code>string hang_detail = 9;</code>
@@ -859,7 +859,7 @@ private static final long serialVersionUID = 0L;
     private long limitBytes_ ;
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 3;</code>
@@ -871,7 +871,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 3;</code>
@@ -887,7 +887,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 3;</code>
@@ -1035,7 +1035,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object writesOffDetail_ = "";
     /**
      * <pre>
-     * Why nothing is written at present. Absent: writing works.
+     * Why nothing is written at present. Empty: writing works.
      * </pre>
      *
      * <code>string writes_off_detail = 7;</code>
@@ -1055,7 +1055,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why nothing is written at present. Absent: writing works.
+     * Why nothing is written at present. Empty: writing works.
      * </pre>
      *
      * <code>string writes_off_detail = 7;</code>
@@ -1076,7 +1076,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why nothing is written at present. Absent: writing works.
+     * Why nothing is written at present. Empty: writing works.
      * </pre>
      *
      * <code>string writes_off_detail = 7;</code>
@@ -1093,7 +1093,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why nothing is written at present. Absent: writing works.
+     * Why nothing is written at present. Empty: writing works.
      * </pre>
      *
      * <code>string writes_off_detail = 7;</code>
@@ -1107,7 +1107,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why nothing is written at present. Absent: writing works.
+     * Why nothing is written at present. Empty: writing works.
      * </pre>
      *
      * <code>string writes_off_detail = 7;</code>
@@ -1127,7 +1127,7 @@ private static final long serialVersionUID = 0L;
     private boolean encrypted_ ;
     /**
      * <pre>
-     * Whether blocks are encrypted on their way to it.
+     * Whether blocks are encrypted.
      * </pre>
      *
      * <code>bool encrypted = 8;</code>
@@ -1139,7 +1139,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether blocks are encrypted on their way to it.
+     * Whether blocks are encrypted.
      * </pre>
      *
      * <code>bool encrypted = 8;</code>
@@ -1155,7 +1155,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether blocks are encrypted on their way to it.
+     * Whether blocks are encrypted.
      * </pre>
      *
      * <code>bool encrypted = 8;</code>
@@ -1171,8 +1171,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object hangDetail_ = "";
     /**
      * <pre>
-     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Empty: it responds.
      * </pre>
      *
      * <code>string hang_detail = 9;</code>
@@ -1192,8 +1192,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Empty: it responds.
      * </pre>
      *
      * <code>string hang_detail = 9;</code>
@@ -1214,8 +1214,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Empty: it responds.
      * </pre>
      *
      * <code>string hang_detail = 9;</code>
@@ -1232,8 +1232,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Empty: it responds.
      * </pre>
      *
      * <code>string hang_detail = 9;</code>
@@ -1247,8 +1247,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-     * opened or written. Prompts are computed meanwhile. Absent: it answers.
+     * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+     * opened or written. Prompts are computed meanwhile. Empty: it responds.
      * </pre>
      *
      * <code>string hang_detail = 9;</code>

@@ -30,7 +30,7 @@ public interface CacheDiskStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes.
+   * Maximum bytes.
    * </pre>
    *
    * <code>int64 limit_bytes = 3;</code>
@@ -70,7 +70,7 @@ public interface CacheDiskStatsOrBuilder extends
 
   /**
    * <pre>
-   * Why nothing is written at present. Absent: writing works.
+   * Why nothing is written at present. Empty: writing works.
    * </pre>
    *
    * <code>string writes_off_detail = 7;</code>
@@ -79,7 +79,7 @@ public interface CacheDiskStatsOrBuilder extends
   java.lang.String getWritesOffDetail();
   /**
    * <pre>
-   * Why nothing is written at present. Absent: writing works.
+   * Why nothing is written at present. Empty: writing works.
    * </pre>
    *
    * <code>string writes_off_detail = 7;</code>
@@ -90,7 +90,7 @@ public interface CacheDiskStatsOrBuilder extends
 
   /**
    * <pre>
-   * Whether blocks are encrypted on their way to it.
+   * Whether blocks are encrypted.
    * </pre>
    *
    * <code>bool encrypted = 8;</code>
@@ -100,8 +100,8 @@ public interface CacheDiskStatsOrBuilder extends
 
   /**
    * <pre>
-   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Empty: it responds.
    * </pre>
    *
    * <code>string hang_detail = 9;</code>
@@ -110,8 +110,8 @@ public interface CacheDiskStatsOrBuilder extends
   java.lang.String getHangDetail();
   /**
    * <pre>
-   * What the disk does not answer at present: reads that do not return, or a directory that cannot be
-   * opened or written. Prompts are computed meanwhile. Absent: it answers.
+   * What the disk does not respond to at present: reads that do not return, or a directory that cannot be
+   * opened or written. Prompts are computed meanwhile. Empty: it responds.
    * </pre>
    *
    * <code>string hang_detail = 9;</code>

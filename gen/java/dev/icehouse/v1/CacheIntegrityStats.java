@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What was found damaged. Damage is a miss, never an error of the request.
+ * Damage that was found. A damaged block is a cache miss, never an error of a request.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CacheIntegrityStats}
@@ -137,7 +137,7 @@ private static final long serialVersionUID = 0L;
   private long sealFailureTotal_ = 0L;
   /**
    * <pre>
-   * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+   * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
    * </pre>
    *
    * <code>int64 seal_failure_total = 7;</code>
@@ -153,7 +153,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-   * leave it to make room; this only grows.
+   * are deleted to make room; this only grows.
    * </pre>
    *
    * <code>int64 quarantined_block_total = 8;</code>
@@ -408,7 +408,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was found damaged. Damage is a miss, never an error of the request.
+   * Damage that was found. A damaged block is a cache miss, never an error of a request.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CacheIntegrityStats}
@@ -929,7 +929,7 @@ private static final long serialVersionUID = 0L;
     private long sealFailureTotal_ ;
     /**
      * <pre>
-     * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+     * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
      * </pre>
      *
      * <code>int64 seal_failure_total = 7;</code>
@@ -941,7 +941,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+     * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
      * </pre>
      *
      * <code>int64 seal_failure_total = 7;</code>
@@ -957,7 +957,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+     * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
      * </pre>
      *
      * <code>int64 seal_failure_total = 7;</code>
@@ -974,7 +974,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-     * leave it to make room; this only grows.
+     * are deleted to make room; this only grows.
      * </pre>
      *
      * <code>int64 quarantined_block_total = 8;</code>
@@ -987,7 +987,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-     * leave it to make room; this only grows.
+     * are deleted to make room; this only grows.
      * </pre>
      *
      * <code>int64 quarantined_block_total = 8;</code>
@@ -1004,7 +1004,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-     * leave it to make room; this only grows.
+     * are deleted to make room; this only grows.
      * </pre>
      *
      * <code>int64 quarantined_block_total = 8;</code>

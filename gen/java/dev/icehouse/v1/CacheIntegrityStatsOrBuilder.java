@@ -70,7 +70,7 @@ public interface CacheIntegrityStatsOrBuilder extends
 
   /**
    * <pre>
-   * Encrypted blocks whose tag did not prove them: somebody changed them, or put others in their place.
+   * Encrypted blocks whose authentication tag did not match: they were modified or replaced.
    * </pre>
    *
    * <code>int64 seal_failure_total = 7;</code>
@@ -81,7 +81,7 @@ public interface CacheIntegrityStatsOrBuilder extends
   /**
    * <pre>
    * Blocks whose files were put into quarantine since start. `quarantined_file_count` falls when files
-   * leave it to make room; this only grows.
+   * are deleted to make room; this only grows.
    * </pre>
    *
    * <code>int64 quarantined_block_total = 8;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How prompts fared when they were looked up.
+ * Results of looking prompts up.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CacheLookupStats}
@@ -124,7 +124,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.CacheMissTokens> missTokens_;
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -135,7 +135,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -147,7 +147,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -158,7 +158,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -169,7 +169,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -401,7 +401,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How prompts fared when they were looked up.
+   * Results of looking prompts up.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CacheLookupStats}
@@ -912,7 +912,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -926,7 +926,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -940,7 +940,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -954,7 +954,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -975,7 +975,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -993,7 +993,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1013,7 +1013,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1034,7 +1034,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1052,7 +1052,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1070,7 +1070,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1089,7 +1089,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1106,7 +1106,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1123,7 +1123,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1134,7 +1134,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1148,7 +1148,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1163,7 +1163,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1174,7 +1174,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -1186,7 +1186,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same by reason; reasons that never occurred are left out.
+     * The same by reason, without reasons that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>

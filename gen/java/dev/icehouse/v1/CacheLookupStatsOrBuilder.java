@@ -60,7 +60,7 @@ public interface CacheLookupStatsOrBuilder extends
 
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -69,7 +69,7 @@ public interface CacheLookupStatsOrBuilder extends
       getMissTokensList();
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -77,7 +77,7 @@ public interface CacheLookupStatsOrBuilder extends
   dev.icehouse.v1.CacheMissTokens getMissTokens(int index);
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -85,7 +85,7 @@ public interface CacheLookupStatsOrBuilder extends
   int getMissTokensCount();
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>
@@ -94,7 +94,7 @@ public interface CacheLookupStatsOrBuilder extends
       getMissTokensOrBuilderList();
   /**
    * <pre>
-   * The same by reason; reasons that never occurred are left out.
+   * The same by reason, without reasons that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.CacheMissTokens miss_tokens = 6;</code>

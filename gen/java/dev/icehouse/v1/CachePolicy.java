@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What a request may do with the prefix cache, and whom it shares it with.
+ * How a request uses the prefix cache, and with whom it shares cached blocks.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CachePolicy}
@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private int use_ = 0;
   /**
    * <pre>
-   * Absent: read and write.
+   * How the cache is used. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -61,7 +61,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Absent: read and write.
+   * How the cache is used. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -77,10 +77,10 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object tenant_ = "";
   /**
    * <pre>
-   * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-   * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-   * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-   * with TENANT_FORBIDDEN unless an operator says it.
+   * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+   * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+   * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+   * Default: the default tenant, or that of the credentials.
    * </pre>
    *
    * <code>string tenant = 2;</code>
@@ -101,10 +101,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-   * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-   * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-   * with TENANT_FORBIDDEN unless an operator says it.
+   * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+   * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+   * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+   * Default: the default tenant, or that of the credentials.
    * </pre>
    *
    * <code>string tenant = 2;</code>
@@ -130,13 +130,13 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object sharedPrefixName_ = "";
   /**
    * <pre>
-   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-   * Absent: its own tenant's prompts alone.
+   * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+   * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+   * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+   * with Warm, as that other tenant. For authenticated callers the server's setting
+   * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+   * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+   * Default: only its own tenant's prompts.
    * </pre>
    *
    * <code>string shared_prefix_name = 3;</code>
@@ -157,13 +157,13 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-   * Absent: its own tenant's prompts alone.
+   * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+   * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+   * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+   * with Warm, as that other tenant. For authenticated callers the server's setting
+   * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+   * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+   * Default: only its own tenant's prompts.
    * </pre>
    *
    * <code>string shared_prefix_name = 3;</code>
@@ -362,7 +362,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What a request may do with the prefix cache, and whom it shares it with.
+   * How a request uses the prefix cache, and with whom it shares cached blocks.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CachePolicy}
@@ -563,7 +563,7 @@ private static final long serialVersionUID = 0L;
     private int use_ = 0;
     /**
      * <pre>
-     * Absent: read and write.
+     * How the cache is used. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -574,7 +574,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Absent: read and write.
+     * How the cache is used. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -589,7 +589,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Absent: read and write.
+     * How the cache is used. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -602,7 +602,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Absent: read and write.
+     * How the cache is used. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -620,7 +620,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Absent: read and write.
+     * How the cache is used. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -636,10 +636,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object tenant_ = "";
     /**
      * <pre>
-     * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-     * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-     * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-     * with TENANT_FORBIDDEN unless an operator says it.
+     * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+     * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+     * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+     * Default: the default tenant, or that of the credentials.
      * </pre>
      *
      * <code>string tenant = 2;</code>
@@ -659,10 +659,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-     * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-     * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-     * with TENANT_FORBIDDEN unless an operator says it.
+     * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+     * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+     * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+     * Default: the default tenant, or that of the credentials.
      * </pre>
      *
      * <code>string tenant = 2;</code>
@@ -683,10 +683,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-     * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-     * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-     * with TENANT_FORBIDDEN unless an operator says it.
+     * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+     * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+     * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+     * Default: the default tenant, or that of the credentials.
      * </pre>
      *
      * <code>string tenant = 2;</code>
@@ -703,10 +703,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-     * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-     * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-     * with TENANT_FORBIDDEN unless an operator says it.
+     * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+     * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+     * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+     * Default: the default tenant, or that of the credentials.
      * </pre>
      *
      * <code>string tenant = 2;</code>
@@ -720,10 +720,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-     * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-     * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-     * with TENANT_FORBIDDEN unless an operator says it.
+     * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+     * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+     * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+     * Default: the default tenant, or that of the credentials.
      * </pre>
      *
      * <code>string tenant = 2;</code>
@@ -743,13 +743,13 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object sharedPrefixName_ = "";
     /**
      * <pre>
-     * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-     * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-     * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-     * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-     * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-     * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-     * Absent: its own tenant's prompts alone.
+     * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+     * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+     * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+     * with Warm, as that other tenant. For authenticated callers the server's setting
+     * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+     * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+     * Default: only its own tenant's prompts.
      * </pre>
      *
      * <code>string shared_prefix_name = 3;</code>
@@ -769,13 +769,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-     * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-     * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-     * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-     * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-     * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-     * Absent: its own tenant's prompts alone.
+     * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+     * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+     * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+     * with Warm, as that other tenant. For authenticated callers the server's setting
+     * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+     * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+     * Default: only its own tenant's prompts.
      * </pre>
      *
      * <code>string shared_prefix_name = 3;</code>
@@ -796,13 +796,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-     * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-     * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-     * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-     * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-     * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-     * Absent: its own tenant's prompts alone.
+     * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+     * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+     * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+     * with Warm, as that other tenant. For authenticated callers the server's setting
+     * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+     * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+     * Default: only its own tenant's prompts.
      * </pre>
      *
      * <code>string shared_prefix_name = 3;</code>
@@ -819,13 +819,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-     * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-     * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-     * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-     * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-     * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-     * Absent: its own tenant's prompts alone.
+     * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+     * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+     * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+     * with Warm, as that other tenant. For authenticated callers the server's setting
+     * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+     * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+     * Default: only its own tenant's prompts.
      * </pre>
      *
      * <code>string shared_prefix_name = 3;</code>
@@ -839,13 +839,13 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-     * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-     * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-     * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-     * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-     * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-     * Absent: its own tenant's prompts alone.
+     * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+     * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+     * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+     * with Warm, as that other tenant. For authenticated callers the server's setting
+     * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+     * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+     * Default: only its own tenant's prompts.
      * </pre>
      *
      * <code>string shared_prefix_name = 3;</code>

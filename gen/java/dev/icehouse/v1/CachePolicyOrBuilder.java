@@ -10,7 +10,7 @@ public interface CachePolicyOrBuilder extends
 
   /**
    * <pre>
-   * Absent: read and write.
+   * How the cache is used. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -19,7 +19,7 @@ public interface CachePolicyOrBuilder extends
   int getUseValue();
   /**
    * <pre>
-   * Absent: read and write.
+   * How the cache is used. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CacheUse use = 1;</code>
@@ -29,10 +29,10 @@ public interface CachePolicyOrBuilder extends
 
   /**
    * <pre>
-   * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-   * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-   * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-   * with TENANT_FORBIDDEN unless an operator says it.
+   * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+   * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+   * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+   * Default: the default tenant, or that of the credentials.
    * </pre>
    *
    * <code>string tenant = 2;</code>
@@ -41,10 +41,10 @@ public interface CachePolicyOrBuilder extends
   java.lang.String getTenant();
   /**
    * <pre>
-   * Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
-   * it names a share, it is not a secret. Absent: the default tenant. Where callers prove who they
-   * are, that alone says whose prompts they are: leave this empty; another tenant's name is refused
-   * with TENANT_FORBIDDEN unless an operator says it.
+   * The tenant. Requests share cached prompts only with requests of the same tenant. At most 128 bytes;
+   * it is a name, not a secret. Authenticated callers leave it empty: their credentials decide the tenant, and
+   * another tenant's name is refused with TENANT_FORBIDDEN unless an operator sends it.
+   * Default: the default tenant, or that of the credentials.
    * </pre>
    *
    * <code>string tenant = 2;</code>
@@ -55,13 +55,13 @@ public interface CachePolicyOrBuilder extends
 
   /**
    * <pre>
-   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-   * Absent: its own tenant's prompts alone.
+   * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+   * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+   * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+   * with Warm, as that other tenant. For authenticated callers the server's setting
+   * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+   * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+   * Default: only its own tenant's prompts.
    * </pre>
    *
    * <code>string shared_prefix_name = 3;</code>
@@ -70,13 +70,13 @@ public interface CachePolicyOrBuilder extends
   java.lang.String getSharedPrefixName();
   /**
    * <pre>
-   * A tenant whose cached prompts this one may start from too, such as one that keeps the instructions
-   * that many begin with. At most 128 bytes. What this request computes is kept for its own tenant only,
-   * so nobody can tell what came after the shared beginning; whoever keeps the shared prompts puts them
-   * there with Warm, as that tenant. Where callers prove who they are, the server's setting
-   * `tenant.shared_prefixes` says who may start from which, operators from any; SHARED_PREFIX_FORBIDDEN
-   * otherwise. Pin, Unpin and Evict are about the tenant's own blocks and take no notice of it.
-   * Absent: its own tenant's prompts alone.
+   * Another tenant whose cached prompts this request may also start from, such as one that keeps instructions
+   * that many prompts begin with. At most 128 bytes. What this request computes is kept only for its own tenant,
+   * so nobody can tell what came after the shared beginning; the shared prompts are put into the cache
+   * with Warm, as that other tenant. For authenticated callers the server's setting
+   * `tenant.shared_prefixes` decides who may start from which tenant's prompts, operators from any;
+   * SHARED_PREFIX_FORBIDDEN otherwise. Pin, Unpin and Evict concern only the tenant's own blocks and ignore it.
+   * Default: only its own tenant's prompts.
    * </pre>
    *
    * <code>string shared_prefix_name = 3;</code>

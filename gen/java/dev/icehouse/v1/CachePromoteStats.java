@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private long loadTotal_ = 0L;
   /**
    * <pre>
-   * Loads asked of the SSD tier.
+   * Loads requested from the SSD tier.
    * </pre>
    *
    * <code>int64 load_total = 1;</code>
@@ -62,7 +62,7 @@ private static final long serialVersionUID = 0L;
   private long failedLoadTotal_ = 0L;
   /**
    * <pre>
-   * Of these, loads that failed wholly or in part.
+   * Of these, loads that failed completely or in part.
    * </pre>
    *
    * <code>int64 failed_load_total = 2;</code>
@@ -137,7 +137,7 @@ private static final long serialVersionUID = 0L;
   private long queueLimit_ = 0L;
   /**
    * <pre>
-   * Most of them.
+   * Maximum loads waiting or running.
    * </pre>
    *
    * <code>int64 queue_limit = 7;</code>
@@ -182,7 +182,7 @@ private static final long serialVersionUID = 0L;
   private double recomputeTokensPerSecond_ = 0D;
   /**
    * <pre>
-   * Tokens prefilled per second, the average that restoring is weighed against.
+   * Tokens prefilled per second, the average that restoring is compared with.
    * </pre>
    *
    * <code>double recompute_tokens_per_second = 10;</code>
@@ -212,7 +212,7 @@ private static final long serialVersionUID = 0L;
   private long failedRestoreTotal_ = 0L;
   /**
    * <pre>
-   * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+   * Restores that failed although their blocks had been read: no valid cache could be built from them. The
    * requests were prefilled instead, and the blocks are not used again.
    * </pre>
    *
@@ -824,7 +824,7 @@ private static final long serialVersionUID = 0L;
     private long loadTotal_ ;
     /**
      * <pre>
-     * Loads asked of the SSD tier.
+     * Loads requested from the SSD tier.
      * </pre>
      *
      * <code>int64 load_total = 1;</code>
@@ -836,7 +836,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Loads asked of the SSD tier.
+     * Loads requested from the SSD tier.
      * </pre>
      *
      * <code>int64 load_total = 1;</code>
@@ -852,7 +852,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Loads asked of the SSD tier.
+     * Loads requested from the SSD tier.
      * </pre>
      *
      * <code>int64 load_total = 1;</code>
@@ -868,7 +868,7 @@ private static final long serialVersionUID = 0L;
     private long failedLoadTotal_ ;
     /**
      * <pre>
-     * Of these, loads that failed wholly or in part.
+     * Of these, loads that failed completely or in part.
      * </pre>
      *
      * <code>int64 failed_load_total = 2;</code>
@@ -880,7 +880,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, loads that failed wholly or in part.
+     * Of these, loads that failed completely or in part.
      * </pre>
      *
      * <code>int64 failed_load_total = 2;</code>
@@ -896,7 +896,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, loads that failed wholly or in part.
+     * Of these, loads that failed completely or in part.
      * </pre>
      *
      * <code>int64 failed_load_total = 2;</code>
@@ -1088,7 +1088,7 @@ private static final long serialVersionUID = 0L;
     private long queueLimit_ ;
     /**
      * <pre>
-     * Most of them.
+     * Maximum loads waiting or running.
      * </pre>
      *
      * <code>int64 queue_limit = 7;</code>
@@ -1100,7 +1100,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum loads waiting or running.
      * </pre>
      *
      * <code>int64 queue_limit = 7;</code>
@@ -1116,7 +1116,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum loads waiting or running.
      * </pre>
      *
      * <code>int64 queue_limit = 7;</code>
@@ -1220,7 +1220,7 @@ private static final long serialVersionUID = 0L;
     private double recomputeTokensPerSecond_ ;
     /**
      * <pre>
-     * Tokens prefilled per second, the average that restoring is weighed against.
+     * Tokens prefilled per second, the average that restoring is compared with.
      * </pre>
      *
      * <code>double recompute_tokens_per_second = 10;</code>
@@ -1232,7 +1232,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens prefilled per second, the average that restoring is weighed against.
+     * Tokens prefilled per second, the average that restoring is compared with.
      * </pre>
      *
      * <code>double recompute_tokens_per_second = 10;</code>
@@ -1248,7 +1248,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens prefilled per second, the average that restoring is weighed against.
+     * Tokens prefilled per second, the average that restoring is compared with.
      * </pre>
      *
      * <code>double recompute_tokens_per_second = 10;</code>
@@ -1308,7 +1308,7 @@ private static final long serialVersionUID = 0L;
     private long failedRestoreTotal_ ;
     /**
      * <pre>
-     * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+     * Restores that failed although their blocks had been read: no valid cache could be built from them. The
      * requests were prefilled instead, and the blocks are not used again.
      * </pre>
      *
@@ -1321,7 +1321,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+     * Restores that failed although their blocks had been read: no valid cache could be built from them. The
      * requests were prefilled instead, and the blocks are not used again.
      * </pre>
      *
@@ -1338,7 +1338,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+     * Restores that failed although their blocks had been read: no valid cache could be built from them. The
      * requests were prefilled instead, and the blocks are not used again.
      * </pre>
      *

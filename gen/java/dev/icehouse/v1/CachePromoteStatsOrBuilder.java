@@ -10,7 +10,7 @@ public interface CachePromoteStatsOrBuilder extends
 
   /**
    * <pre>
-   * Loads asked of the SSD tier.
+   * Loads requested from the SSD tier.
    * </pre>
    *
    * <code>int64 load_total = 1;</code>
@@ -20,7 +20,7 @@ public interface CachePromoteStatsOrBuilder extends
 
   /**
    * <pre>
-   * Of these, loads that failed wholly or in part.
+   * Of these, loads that failed completely or in part.
    * </pre>
    *
    * <code>int64 failed_load_total = 2;</code>
@@ -70,7 +70,7 @@ public interface CachePromoteStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them.
+   * Maximum loads waiting or running.
    * </pre>
    *
    * <code>int64 queue_limit = 7;</code>
@@ -100,7 +100,7 @@ public interface CachePromoteStatsOrBuilder extends
 
   /**
    * <pre>
-   * Tokens prefilled per second, the average that restoring is weighed against.
+   * Tokens prefilled per second, the average that restoring is compared with.
    * </pre>
    *
    * <code>double recompute_tokens_per_second = 10;</code>
@@ -120,7 +120,7 @@ public interface CachePromoteStatsOrBuilder extends
 
   /**
    * <pre>
-   * Restores that failed although their blocks had been read: the blocks did not make a cache. The
+   * Restores that failed although their blocks had been read: no valid cache could be built from them. The
    * requests were prefilled instead, and the blocks are not used again.
    * </pre>
    *

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Timestamp reconcileTime_;
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -62,7 +62,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -74,7 +74,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -126,7 +126,7 @@ private static final long serialVersionUID = 0L;
   private boolean clean_ = false;
   /**
    * <pre>
-   * Whether the last stop was clean, so that files were not walked one by one.
+   * Whether the last stop was clean, so that files were not checked one by one.
    * </pre>
    *
    * <code>bool clean = 3;</code>
@@ -156,7 +156,7 @@ private static final long serialVersionUID = 0L;
   private long fileCount_ = 0L;
   /**
    * <pre>
-   * Block files looked at.
+   * Block files checked.
    * </pre>
    *
    * <code>int64 file_count = 5;</code>
@@ -171,7 +171,7 @@ private static final long serialVersionUID = 0L;
   private long rowCount_ = 0L;
   /**
    * <pre>
-   * Rows looked at.
+   * Rows checked.
    * </pre>
    *
    * <code>int64 row_count = 6;</code>
@@ -201,7 +201,7 @@ private static final long serialVersionUID = 0L;
   private long adoptedCount_ = 0L;
   /**
    * <pre>
-   * Complete files without a row, taken in.
+   * Complete files without a row, adopted.
    * </pre>
    *
    * <code>int64 adopted_count = 8;</code>
@@ -261,7 +261,7 @@ private static final long serialVersionUID = 0L;
   private long unknownFileCount_ = 0L;
   /**
    * <pre>
-   * Files that this software did not name, left alone.
+   * Files with unknown names, left alone.
    * </pre>
    *
    * <code>int64 unknown_file_count = 12;</code>
@@ -277,7 +277,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-   * were brought up to date.
+   * were updated.
    * </pre>
    *
    * <code>int64 restamped_count = 13;</code>
@@ -292,7 +292,7 @@ private static final long serialVersionUID = 0L;
   private long unencryptedBlockCount_ = 0L;
   /**
    * <pre>
-   * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+   * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
    * removes them.
    * </pre>
    *
@@ -310,10 +310,10 @@ private static final long serialVersionUID = 0L;
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -325,10 +325,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -339,10 +339,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -354,10 +354,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -1090,7 +1090,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> reconcileTimeBuilder_;
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1101,7 +1101,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1116,7 +1116,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1136,7 +1136,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1154,7 +1154,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1179,7 +1179,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1196,7 +1196,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1208,7 +1208,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1223,7 +1223,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When.
+     * When the directory was opened.
      * </pre>
      *
      * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -1402,7 +1402,7 @@ private static final long serialVersionUID = 0L;
     private boolean clean_ ;
     /**
      * <pre>
-     * Whether the last stop was clean, so that files were not walked one by one.
+     * Whether the last stop was clean, so that files were not checked one by one.
      * </pre>
      *
      * <code>bool clean = 3;</code>
@@ -1414,7 +1414,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the last stop was clean, so that files were not walked one by one.
+     * Whether the last stop was clean, so that files were not checked one by one.
      * </pre>
      *
      * <code>bool clean = 3;</code>
@@ -1430,7 +1430,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the last stop was clean, so that files were not walked one by one.
+     * Whether the last stop was clean, so that files were not checked one by one.
      * </pre>
      *
      * <code>bool clean = 3;</code>
@@ -1490,7 +1490,7 @@ private static final long serialVersionUID = 0L;
     private long fileCount_ ;
     /**
      * <pre>
-     * Block files looked at.
+     * Block files checked.
      * </pre>
      *
      * <code>int64 file_count = 5;</code>
@@ -1502,7 +1502,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Block files looked at.
+     * Block files checked.
      * </pre>
      *
      * <code>int64 file_count = 5;</code>
@@ -1518,7 +1518,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Block files looked at.
+     * Block files checked.
      * </pre>
      *
      * <code>int64 file_count = 5;</code>
@@ -1534,7 +1534,7 @@ private static final long serialVersionUID = 0L;
     private long rowCount_ ;
     /**
      * <pre>
-     * Rows looked at.
+     * Rows checked.
      * </pre>
      *
      * <code>int64 row_count = 6;</code>
@@ -1546,7 +1546,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Rows looked at.
+     * Rows checked.
      * </pre>
      *
      * <code>int64 row_count = 6;</code>
@@ -1562,7 +1562,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Rows looked at.
+     * Rows checked.
      * </pre>
      *
      * <code>int64 row_count = 6;</code>
@@ -1622,7 +1622,7 @@ private static final long serialVersionUID = 0L;
     private long adoptedCount_ ;
     /**
      * <pre>
-     * Complete files without a row, taken in.
+     * Complete files without a row, adopted.
      * </pre>
      *
      * <code>int64 adopted_count = 8;</code>
@@ -1634,7 +1634,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Complete files without a row, taken in.
+     * Complete files without a row, adopted.
      * </pre>
      *
      * <code>int64 adopted_count = 8;</code>
@@ -1650,7 +1650,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Complete files without a row, taken in.
+     * Complete files without a row, adopted.
      * </pre>
      *
      * <code>int64 adopted_count = 8;</code>
@@ -1798,7 +1798,7 @@ private static final long serialVersionUID = 0L;
     private long unknownFileCount_ ;
     /**
      * <pre>
-     * Files that this software did not name, left alone.
+     * Files with unknown names, left alone.
      * </pre>
      *
      * <code>int64 unknown_file_count = 12;</code>
@@ -1810,7 +1810,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Files that this software did not name, left alone.
+     * Files with unknown names, left alone.
      * </pre>
      *
      * <code>int64 unknown_file_count = 12;</code>
@@ -1826,7 +1826,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Files that this software did not name, left alone.
+     * Files with unknown names, left alone.
      * </pre>
      *
      * <code>int64 unknown_file_count = 12;</code>
@@ -1843,7 +1843,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-     * were brought up to date.
+     * were updated.
      * </pre>
      *
      * <code>int64 restamped_count = 13;</code>
@@ -1856,7 +1856,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-     * were brought up to date.
+     * were updated.
      * </pre>
      *
      * <code>int64 restamped_count = 13;</code>
@@ -1873,7 +1873,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-     * were brought up to date.
+     * were updated.
      * </pre>
      *
      * <code>int64 restamped_count = 13;</code>
@@ -1889,7 +1889,7 @@ private static final long serialVersionUID = 0L;
     private long unencryptedBlockCount_ ;
     /**
      * <pre>
-     * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+     * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
      * removes them.
      * </pre>
      *
@@ -1902,7 +1902,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+     * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
      * removes them.
      * </pre>
      *
@@ -1919,7 +1919,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+     * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
      * removes them.
      * </pre>
      *
@@ -1943,10 +1943,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -1959,10 +1959,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -1973,10 +1973,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -1988,10 +1988,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -2004,10 +2004,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -2026,10 +2026,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -2047,10 +2047,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -2068,10 +2068,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>
@@ -2086,10 +2086,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-     * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-     * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-     * Empty when the model had blocks.
+     * Why the model's earlier blocks are not used: the modules whose code has changed since,
+     * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+     * are found again with that code. "unrecorded" where they are from a version that did not record code.
+     * Empty where the model had usable blocks.
      * </pre>
      *
      * <code>repeated string changed_code = 15;</code>

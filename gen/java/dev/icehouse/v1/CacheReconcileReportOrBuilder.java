@@ -10,7 +10,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -19,7 +19,7 @@ public interface CacheReconcileReportOrBuilder extends
   boolean hasReconcileTime();
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -28,7 +28,7 @@ public interface CacheReconcileReportOrBuilder extends
   com.google.protobuf.Timestamp getReconcileTime();
   /**
    * <pre>
-   * When.
+   * When the directory was opened.
    * </pre>
    *
    * <code>.google.protobuf.Timestamp reconcile_time = 1;</code>
@@ -64,7 +64,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Whether the last stop was clean, so that files were not walked one by one.
+   * Whether the last stop was clean, so that files were not checked one by one.
    * </pre>
    *
    * <code>bool clean = 3;</code>
@@ -84,7 +84,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Block files looked at.
+   * Block files checked.
    * </pre>
    *
    * <code>int64 file_count = 5;</code>
@@ -94,7 +94,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Rows looked at.
+   * Rows checked.
    * </pre>
    *
    * <code>int64 row_count = 6;</code>
@@ -114,7 +114,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Complete files without a row, taken in.
+   * Complete files without a row, adopted.
    * </pre>
    *
    * <code>int64 adopted_count = 8;</code>
@@ -154,7 +154,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Files that this software did not name, left alone.
+   * Files with unknown names, left alone.
    * </pre>
    *
    * <code>int64 unknown_file_count = 12;</code>
@@ -165,7 +165,7 @@ public interface CacheReconcileReportOrBuilder extends
   /**
    * <pre>
    * Files whose modification time or inode had changed but nothing else, such as after a copy; their rows
-   * were brought up to date.
+   * were updated.
    * </pre>
    *
    * <code>int64 restamped_count = 13;</code>
@@ -175,7 +175,7 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Blocks in the clear in a directory that is served with a key. `icehouse cache purge --unencrypted`
+   * Unencrypted blocks in a directory that is used with a key. `icehouse cache purge --unencrypted`
    * removes them.
    * </pre>
    *
@@ -186,10 +186,10 @@ public interface CacheReconcileReportOrBuilder extends
 
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -199,10 +199,10 @@ public interface CacheReconcileReportOrBuilder extends
       getChangedCodeList();
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -211,10 +211,10 @@ public interface CacheReconcileReportOrBuilder extends
   int getChangedCodeCount();
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>
@@ -224,10 +224,10 @@ public interface CacheReconcileReportOrBuilder extends
   java.lang.String getChangedCode(int index);
   /**
    * <pre>
-   * Why the model had no block when its blocks of before are there: the modules whose code is another by now,
-   * such as "mlx_lm.models.llama"; "mlx" is its release. Blocks of other code are not used, age out, and are
-   * found again with that code. "unrecorded" where they are of a version that did not keep digests of code.
-   * Empty when the model had blocks.
+   * Why the model's earlier blocks are not used: the modules whose code has changed since,
+   * such as "mlx_lm.models.llama"; "mlx" stands for its version. Blocks of other code are not used, age out, and
+   * are found again with that code. "unrecorded" where they are from a version that did not record code.
+   * Empty where the model had usable blocks.
    * </pre>
    *
    * <code>repeated string changed_code = 15;</code>

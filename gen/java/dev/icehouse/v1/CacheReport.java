@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What of the prompt was reused and from where.
+ * What was reused of the prompt, and from where.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CacheReport}
@@ -95,7 +95,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration restoreDuration_;
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -107,7 +107,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -119,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -133,7 +133,7 @@ private static final long serialVersionUID = 0L;
   private int limit_ = 0;
   /**
    * <pre>
-   * Why it was not more.
+   * Why not more was reused.
    * </pre>
    *
    * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -144,7 +144,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why it was not more.
+   * Why not more was reused.
    * </pre>
    *
    * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -159,11 +159,11 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.PrefixDivergence divergence_;
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -175,11 +175,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -191,11 +191,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -210,8 +210,8 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.PromptChange> promptChanges_;
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -222,8 +222,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -235,8 +235,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -247,8 +247,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -259,8 +259,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -507,7 +507,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What of the prompt was reused and from where.
+   * What was reused of the prompt, and from where.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CacheReport}
@@ -961,7 +961,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> restoreDurationBuilder_;
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -972,7 +972,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -987,7 +987,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1007,7 +1007,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1025,7 +1025,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1050,7 +1050,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1067,7 +1067,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1079,7 +1079,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1094,7 +1094,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the decision to restore until the sequence could run.
+     * Time from the decision to restore until the request could run.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -1116,7 +1116,7 @@ private static final long serialVersionUID = 0L;
     private int limit_ = 0;
     /**
      * <pre>
-     * Why it was not more.
+     * Why not more was reused.
      * </pre>
      *
      * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -1127,7 +1127,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it was not more.
+     * Why not more was reused.
      * </pre>
      *
      * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -1142,7 +1142,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it was not more.
+     * Why not more was reused.
      * </pre>
      *
      * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -1155,7 +1155,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it was not more.
+     * Why not more was reused.
      * </pre>
      *
      * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -1173,7 +1173,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it was not more.
+     * Why not more was reused.
      * </pre>
      *
      * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -1191,11 +1191,11 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.PrefixDivergence, dev.icehouse.v1.PrefixDivergence.Builder, dev.icehouse.v1.PrefixDivergenceOrBuilder> divergenceBuilder_;
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1206,11 +1206,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1225,11 +1225,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1249,11 +1249,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1271,11 +1271,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1300,11 +1300,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1321,11 +1321,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1337,11 +1337,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1356,11 +1356,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-     * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-     * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-     * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-     * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+     * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+     * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+     * the same tenant and adapter are compared, never those of another tenant, including
+     * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+     * with every cached prompt, or the method does not report it (Embed, Rerank).
      * </pre>
      *
      * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -1393,8 +1393,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1408,8 +1408,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1423,8 +1423,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1438,8 +1438,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1460,8 +1460,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1479,8 +1479,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1500,8 +1500,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1522,8 +1522,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1541,8 +1541,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1560,8 +1560,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1580,8 +1580,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1598,8 +1598,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1616,8 +1616,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1628,8 +1628,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1643,8 +1643,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1659,8 +1659,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1671,8 +1671,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1684,8 +1684,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-     * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+     * What the server changed in a conversation before it was rendered, where the setting
+     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>

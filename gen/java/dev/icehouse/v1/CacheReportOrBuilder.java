@@ -40,7 +40,7 @@ public interface CacheReportOrBuilder extends
 
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -49,7 +49,7 @@ public interface CacheReportOrBuilder extends
   boolean hasRestoreDuration();
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -58,7 +58,7 @@ public interface CacheReportOrBuilder extends
   com.google.protobuf.Duration getRestoreDuration();
   /**
    * <pre>
-   * From the decision to restore until the sequence could run.
+   * Time from the decision to restore until the request could run.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 4;</code>
@@ -67,7 +67,7 @@ public interface CacheReportOrBuilder extends
 
   /**
    * <pre>
-   * Why it was not more.
+   * Why not more was reused.
    * </pre>
    *
    * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -76,7 +76,7 @@ public interface CacheReportOrBuilder extends
   int getLimitValue();
   /**
    * <pre>
-   * Why it was not more.
+   * Why not more was reused.
    * </pre>
    *
    * <code>.icehouse.v1.ReuseLimit limit = 5;</code>
@@ -86,11 +86,11 @@ public interface CacheReportOrBuilder extends
 
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -99,11 +99,11 @@ public interface CacheReportOrBuilder extends
   boolean hasDivergence();
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -112,11 +112,11 @@ public interface CacheReportOrBuilder extends
   dev.icehouse.v1.PrefixDivergence getDivergence();
   /**
    * <pre>
-   * Where the prompt parts from one that is cached, when it has more than half in common with it: all before
-   * the place, or, measured by samples of up to 8,192 tokens behind it, what comes after. Told of prompts of
-   * the same tenant (and adapter) only, to callers of that tenant: of another tenant's prompts, those of
-   * `shared_prefix_name` included, nothing is. Absent: it goes on where a cached one ends, has less in common
-   * with all that are known, or the report is of a call that tells none (Embed, Rerank).
+   * Where the prompt diverges from a cached one, when the two have more than half in common: everything before
+   * that position, or, measured by samples of up to 8,192 tokens after it, what follows. Only prompts of
+   * the same tenant and adapter are compared, never those of another tenant, including
+   * `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
+   * with every cached prompt, or the method does not report it (Embed, Rerank).
    * </pre>
    *
    * <code>.icehouse.v1.PrefixDivergence divergence = 6;</code>
@@ -125,8 +125,8 @@ public interface CacheReportOrBuilder extends
 
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -135,8 +135,8 @@ public interface CacheReportOrBuilder extends
       getPromptChangesList();
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -144,8 +144,8 @@ public interface CacheReportOrBuilder extends
   dev.icehouse.v1.PromptChange getPromptChanges(int index);
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -153,8 +153,8 @@ public interface CacheReportOrBuilder extends
   int getPromptChangesCount();
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -163,8 +163,8 @@ public interface CacheReportOrBuilder extends
       getPromptChangesOrBuilderList();
   /**
    * <pre>
-   * What the server changed of a conversation before it was rendered, where `tenant.normalized_prompts` says
-   * so. The prompt's tokens, and so the place above, are those of the changed one. Absent: nothing.
+   * What the server changed in a conversation before it was rendered, where the setting
+   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>

@@ -4,10 +4,12 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
- * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
- * not the tier that the order is about. Where callers prove who they are, each commands its own
- * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+ * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+ * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+ * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+ * OPERATOR_ONLY).
+ * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+ * the result once, last.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -56,7 +58,7 @@ public final class CacheServiceGrpc {
       fullMethodName = SERVICE_NAME + '/' + "Warm",
       requestType = dev.icehouse.v1.WarmRequest.class,
       responseType = dev.icehouse.v1.WarmResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
   public static io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
       dev.icehouse.v1.WarmResponse> getWarmMethod() {
     io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmResponse> getWarmMethod;
@@ -65,7 +67,7 @@ public final class CacheServiceGrpc {
         if ((getWarmMethod = CacheServiceGrpc.getWarmMethod) == null) {
           CacheServiceGrpc.getWarmMethod = getWarmMethod =
               io.grpc.MethodDescriptor.<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
               .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Warm"))
               .setSampledToLocalTracing(true)
               .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
@@ -78,37 +80,6 @@ public final class CacheServiceGrpc {
       }
     }
     return getWarmMethod;
-  }
-
-  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
-      dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod;
-
-  @io.grpc.stub.annotations.RpcMethod(
-      fullMethodName = SERVICE_NAME + '/' + "WarmWithProgress",
-      requestType = dev.icehouse.v1.WarmRequest.class,
-      responseType = dev.icehouse.v1.WarmWithProgressResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest,
-      dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod() {
-    io.grpc.MethodDescriptor<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmWithProgressResponse> getWarmWithProgressMethod;
-    if ((getWarmWithProgressMethod = CacheServiceGrpc.getWarmWithProgressMethod) == null) {
-      synchronized (CacheServiceGrpc.class) {
-        if ((getWarmWithProgressMethod = CacheServiceGrpc.getWarmWithProgressMethod) == null) {
-          CacheServiceGrpc.getWarmWithProgressMethod = getWarmWithProgressMethod =
-              io.grpc.MethodDescriptor.<dev.icehouse.v1.WarmRequest, dev.icehouse.v1.WarmWithProgressResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "WarmWithProgress"))
-              .setSampledToLocalTracing(true)
-              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.WarmRequest.getDefaultInstance()))
-              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.WarmWithProgressResponse.getDefaultInstance()))
-              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("WarmWithProgress"))
-              .build();
-        }
-      }
-    }
-    return getWarmWithProgressMethod;
   }
 
   private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.PinRequest,
@@ -180,7 +151,7 @@ public final class CacheServiceGrpc {
       fullMethodName = SERVICE_NAME + '/' + "Evict",
       requestType = dev.icehouse.v1.EvictRequest.class,
       responseType = dev.icehouse.v1.EvictResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
   public static io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
       dev.icehouse.v1.EvictResponse> getEvictMethod() {
     io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictResponse> getEvictMethod;
@@ -189,7 +160,7 @@ public final class CacheServiceGrpc {
         if ((getEvictMethod = CacheServiceGrpc.getEvictMethod) == null) {
           CacheServiceGrpc.getEvictMethod = getEvictMethod =
               io.grpc.MethodDescriptor.<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
               .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Evict"))
               .setSampledToLocalTracing(true)
               .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
@@ -204,35 +175,35 @@ public final class CacheServiceGrpc {
     return getEvictMethod;
   }
 
-  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
-      dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod;
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EvictAllRequest,
+      dev.icehouse.v1.EvictAllResponse> getEvictAllMethod;
 
   @io.grpc.stub.annotations.RpcMethod(
-      fullMethodName = SERVICE_NAME + '/' + "EvictWithProgress",
-      requestType = dev.icehouse.v1.EvictRequest.class,
-      responseType = dev.icehouse.v1.EvictWithProgressResponse.class,
+      fullMethodName = SERVICE_NAME + '/' + "EvictAll",
+      requestType = dev.icehouse.v1.EvictAllRequest.class,
+      responseType = dev.icehouse.v1.EvictAllResponse.class,
       methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-  public static io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
-      dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod() {
-    io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictWithProgressResponse> getEvictWithProgressMethod;
-    if ((getEvictWithProgressMethod = CacheServiceGrpc.getEvictWithProgressMethod) == null) {
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.EvictAllRequest,
+      dev.icehouse.v1.EvictAllResponse> getEvictAllMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.EvictAllRequest, dev.icehouse.v1.EvictAllResponse> getEvictAllMethod;
+    if ((getEvictAllMethod = CacheServiceGrpc.getEvictAllMethod) == null) {
       synchronized (CacheServiceGrpc.class) {
-        if ((getEvictWithProgressMethod = CacheServiceGrpc.getEvictWithProgressMethod) == null) {
-          CacheServiceGrpc.getEvictWithProgressMethod = getEvictWithProgressMethod =
-              io.grpc.MethodDescriptor.<dev.icehouse.v1.EvictRequest, dev.icehouse.v1.EvictWithProgressResponse>newBuilder()
+        if ((getEvictAllMethod = CacheServiceGrpc.getEvictAllMethod) == null) {
+          CacheServiceGrpc.getEvictAllMethod = getEvictAllMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.EvictAllRequest, dev.icehouse.v1.EvictAllResponse>newBuilder()
               .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "EvictWithProgress"))
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "EvictAll"))
               .setSampledToLocalTracing(true)
               .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.EvictRequest.getDefaultInstance()))
+                  dev.icehouse.v1.EvictAllRequest.getDefaultInstance()))
               .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.EvictWithProgressResponse.getDefaultInstance()))
-              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("EvictWithProgress"))
+                  dev.icehouse.v1.EvictAllResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("EvictAll"))
               .build();
         }
       }
     }
-    return getEvictWithProgressMethod;
+    return getEvictAllMethod;
   }
 
   private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
@@ -242,7 +213,7 @@ public final class CacheServiceGrpc {
       fullMethodName = SERVICE_NAME + '/' + "Verify",
       requestType = dev.icehouse.v1.VerifyRequest.class,
       responseType = dev.icehouse.v1.VerifyResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
   public static io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
       dev.icehouse.v1.VerifyResponse> getVerifyMethod() {
     io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyResponse> getVerifyMethod;
@@ -251,7 +222,7 @@ public final class CacheServiceGrpc {
         if ((getVerifyMethod = CacheServiceGrpc.getVerifyMethod) == null) {
           CacheServiceGrpc.getVerifyMethod = getVerifyMethod =
               io.grpc.MethodDescriptor.<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
               .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Verify"))
               .setSampledToLocalTracing(true)
               .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
@@ -264,68 +235,6 @@ public final class CacheServiceGrpc {
       }
     }
     return getVerifyMethod;
-  }
-
-  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
-      dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod;
-
-  @io.grpc.stub.annotations.RpcMethod(
-      fullMethodName = SERVICE_NAME + '/' + "VerifyWithProgress",
-      requestType = dev.icehouse.v1.VerifyRequest.class,
-      responseType = dev.icehouse.v1.VerifyWithProgressResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-  public static io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest,
-      dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod() {
-    io.grpc.MethodDescriptor<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyWithProgressResponse> getVerifyWithProgressMethod;
-    if ((getVerifyWithProgressMethod = CacheServiceGrpc.getVerifyWithProgressMethod) == null) {
-      synchronized (CacheServiceGrpc.class) {
-        if ((getVerifyWithProgressMethod = CacheServiceGrpc.getVerifyWithProgressMethod) == null) {
-          CacheServiceGrpc.getVerifyWithProgressMethod = getVerifyWithProgressMethod =
-              io.grpc.MethodDescriptor.<dev.icehouse.v1.VerifyRequest, dev.icehouse.v1.VerifyWithProgressResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "VerifyWithProgress"))
-              .setSampledToLocalTracing(true)
-              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.VerifyRequest.getDefaultInstance()))
-              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.VerifyWithProgressResponse.getDefaultInstance()))
-              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("VerifyWithProgress"))
-              .build();
-        }
-      }
-    }
-    return getVerifyWithProgressMethod;
-  }
-
-  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
-      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
-
-  @io.grpc.stub.annotations.RpcMethod(
-      fullMethodName = SERVICE_NAME + '/' + "WatchStats",
-      requestType = dev.icehouse.v1.WatchStatsRequest.class,
-      responseType = dev.icehouse.v1.WatchStatsResponse.class,
-      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
-      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod() {
-    io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
-    if ((getWatchStatsMethod = CacheServiceGrpc.getWatchStatsMethod) == null) {
-      synchronized (CacheServiceGrpc.class) {
-        if ((getWatchStatsMethod = CacheServiceGrpc.getWatchStatsMethod) == null) {
-          CacheServiceGrpc.getWatchStatsMethod = getWatchStatsMethod =
-              io.grpc.MethodDescriptor.<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse>newBuilder()
-              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
-              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "WatchStats"))
-              .setSampledToLocalTracing(true)
-              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.WatchStatsRequest.getDefaultInstance()))
-              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
-                  dev.icehouse.v1.WatchStatsResponse.getDefaultInstance()))
-              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("WatchStats"))
-              .build();
-        }
-      }
-    }
-    return getWatchStatsMethod;
   }
 
   /**
@@ -389,17 +298,19 @@ public final class CacheServiceGrpc {
 
   /**
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public interface AsyncService {
 
     /**
      * <pre>
-     * Tells what Generate would reuse of a prompt, without running it.
+     * Returns what Generate would reuse of a prompt, without running it.
      * </pre>
      */
     default void explain(dev.icehouse.v1.ExplainRequest request,
@@ -409,8 +320,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-     * whose deadline passes, no more is computed, and what was is kept.
+     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
+     * its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     default void warm(dev.icehouse.v1.WarmRequest request,
@@ -420,18 +331,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
-     * </pre>
-     */
-    default void warmWithProgress(dev.icehouse.v1.WarmRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse> responseObserver) {
-      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWarmWithProgressMethod(), responseObserver);
-    }
-
-    /**
-     * <pre>
-     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-     * (BLOCK_NOT_FOUND) when none is known.
+     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
     default void pin(dev.icehouse.v1.PinRequest request,
@@ -441,7 +342,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Takes pins off. Blocks that are not pinned are left as they are.
+     * Removes the protection of Pin. Blocks that are not pinned are left as they are.
      * </pre>
      */
     default void unpin(dev.icehouse.v1.UnpinRequest request,
@@ -451,10 +352,10 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-     * rest stays cached. What is cached meanwhile stays, too.
+     * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
+     * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
+     * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
+     * is gone, the rest stays cached. What is cached meanwhile stays, too.
      * </pre>
      */
     default void evict(dev.icehouse.v1.EvictRequest request,
@@ -464,55 +365,37 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * As Evict, and tells on the way how far it is: `finished` last.
+     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
      * </pre>
      */
-    default void evictWithProgress(dev.icehouse.v1.EvictRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse> responseObserver) {
-      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getEvictWithProgressMethod(), responseObserver);
+    default void evictAll(dev.icehouse.v1.EvictAllRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictAllResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getEvictAllMethod(), responseObserver);
     }
 
     /**
      * <pre>
-     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-     * `block_limit` it is checked a part at a time. When the caller goes away or
-     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
+     * operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller cancels or
+     * its deadline passes, it ends within 64 blocks, and the next check continues from there.
      * </pre>
      */
     default void verify(dev.icehouse.v1.VerifyRequest request,
         io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse> responseObserver) {
       io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getVerifyMethod(), responseObserver);
     }
-
-    /**
-     * <pre>
-     * As Verify, and tells on the way how far it is: `finished` last.
-     * </pre>
-     */
-    default void verifyWithProgress(dev.icehouse.v1.VerifyRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse> responseObserver) {
-      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getVerifyWithProgressMethod(), responseObserver);
-    }
-
-    /**
-     * <pre>
-     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
-     * </pre>
-     */
-    default void watchStats(dev.icehouse.v1.WatchStatsRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
-      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWatchStatsMethod(), responseObserver);
-    }
   }
 
   /**
    * Base class for the server implementation of the service CacheService.
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public static abstract class CacheServiceImplBase
@@ -526,10 +409,12 @@ public final class CacheServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service CacheService.
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public static final class CacheServiceStub
@@ -547,7 +432,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Tells what Generate would reuse of a prompt, without running it.
+     * Returns what Generate would reuse of a prompt, without running it.
      * </pre>
      */
     public void explain(dev.icehouse.v1.ExplainRequest request,
@@ -558,31 +443,20 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-     * whose deadline passes, no more is computed, and what was is kept.
+     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
+     * its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     public void warm(dev.icehouse.v1.WarmRequest request,
         io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncUnaryCall(
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
           getChannel().newCall(getWarmMethod(), getCallOptions()), request, responseObserver);
     }
 
     /**
      * <pre>
-     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
-     * </pre>
-     */
-    public void warmWithProgress(dev.icehouse.v1.WarmRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
-          getChannel().newCall(getWarmWithProgressMethod(), getCallOptions()), request, responseObserver);
-    }
-
-    /**
-     * <pre>
-     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-     * (BLOCK_NOT_FOUND) when none is known.
+     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
     public void pin(dev.icehouse.v1.PinRequest request,
@@ -593,7 +467,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Takes pins off. Blocks that are not pinned are left as they are.
+     * Removes the protection of Pin. Blocks that are not pinned are left as they are.
      * </pre>
      */
     public void unpin(dev.icehouse.v1.UnpinRequest request,
@@ -604,73 +478,53 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-     * rest stays cached. What is cached meanwhile stays, too.
+     * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
+     * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
+     * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
+     * is gone, the rest stays cached. What is cached meanwhile stays, too.
      * </pre>
      */
     public void evict(dev.icehouse.v1.EvictRequest request,
         io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncUnaryCall(
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
           getChannel().newCall(getEvictMethod(), getCallOptions()), request, responseObserver);
     }
 
     /**
      * <pre>
-     * As Evict, and tells on the way how far it is: `finished` last.
+     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
      * </pre>
      */
-    public void evictWithProgress(dev.icehouse.v1.EvictRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse> responseObserver) {
+    public void evictAll(dev.icehouse.v1.EvictAllRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictAllResponse> responseObserver) {
       io.grpc.stub.ClientCalls.asyncServerStreamingCall(
-          getChannel().newCall(getEvictWithProgressMethod(), getCallOptions()), request, responseObserver);
+          getChannel().newCall(getEvictAllMethod(), getCallOptions()), request, responseObserver);
     }
 
     /**
      * <pre>
-     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-     * `block_limit` it is checked a part at a time. When the caller goes away or
-     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
+     * operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller cancels or
+     * its deadline passes, it ends within 64 blocks, and the next check continues from there.
      * </pre>
      */
     public void verify(dev.icehouse.v1.VerifyRequest request,
         io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncUnaryCall(
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
           getChannel().newCall(getVerifyMethod(), getCallOptions()), request, responseObserver);
-    }
-
-    /**
-     * <pre>
-     * As Verify, and tells on the way how far it is: `finished` last.
-     * </pre>
-     */
-    public void verifyWithProgress(dev.icehouse.v1.VerifyRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
-          getChannel().newCall(getVerifyWithProgressMethod(), getCallOptions()), request, responseObserver);
-    }
-
-    /**
-     * <pre>
-     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
-     * </pre>
-     */
-    public void watchStats(dev.icehouse.v1.WatchStatsRequest request,
-        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
-      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
-          getChannel().newCall(getWatchStatsMethod(), getCallOptions()), request, responseObserver);
     }
   }
 
   /**
    * A stub to allow clients to do synchronous rpc calls to service CacheService.
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public static final class CacheServiceBlockingV2Stub
@@ -688,7 +542,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Tells what Generate would reuse of a prompt, without running it.
+     * Returns what Generate would reuse of a prompt, without running it.
      * </pre>
      */
     public dev.icehouse.v1.ExplainResponse explain(dev.icehouse.v1.ExplainRequest request) throws io.grpc.StatusException {
@@ -698,31 +552,21 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-     * whose deadline passes, no more is computed, and what was is kept.
+     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
+     * its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
-    public dev.icehouse.v1.WarmResponse warm(dev.icehouse.v1.WarmRequest request) throws io.grpc.StatusException {
-      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WarmResponse>
+        warm(dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
           getChannel(), getWarmMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
-     * </pre>
-     */
-    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
-    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WarmWithProgressResponse>
-        warmWithProgress(dev.icehouse.v1.WarmRequest request) {
-      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
-          getChannel(), getWarmWithProgressMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-     * (BLOCK_NOT_FOUND) when none is known.
+     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
     public dev.icehouse.v1.PinResponse pin(dev.icehouse.v1.PinRequest request) throws io.grpc.StatusException {
@@ -732,7 +576,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Takes pins off. Blocks that are not pinned are left as they are.
+     * Removes the protection of Pin. Blocks that are not pinned are left as they are.
      * </pre>
      */
     public dev.icehouse.v1.UnpinResponse unpin(dev.icehouse.v1.UnpinRequest request) throws io.grpc.StatusException {
@@ -742,74 +586,56 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-     * rest stays cached. What is cached meanwhile stays, too.
+     * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
+     * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
+     * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
+     * is gone, the rest stays cached. What is cached meanwhile stays, too.
      * </pre>
      */
-    public dev.icehouse.v1.EvictResponse evict(dev.icehouse.v1.EvictRequest request) throws io.grpc.StatusException {
-      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.EvictResponse>
+        evict(dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
           getChannel(), getEvictMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * As Evict, and tells on the way how far it is: `finished` last.
+     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
      * </pre>
      */
     @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
-    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.EvictWithProgressResponse>
-        evictWithProgress(dev.icehouse.v1.EvictRequest request) {
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.EvictAllResponse>
+        evictAll(dev.icehouse.v1.EvictAllRequest request) {
       return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
-          getChannel(), getEvictWithProgressMethod(), getCallOptions(), request);
+          getChannel(), getEvictAllMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-     * `block_limit` it is checked a part at a time. When the caller goes away or
-     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
+     * operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller cancels or
+     * its deadline passes, it ends within 64 blocks, and the next check continues from there.
      * </pre>
      */
-    public dev.icehouse.v1.VerifyResponse verify(dev.icehouse.v1.VerifyRequest request) throws io.grpc.StatusException {
-      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.VerifyResponse>
+        verify(dev.icehouse.v1.VerifyRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
           getChannel(), getVerifyMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * As Verify, and tells on the way how far it is: `finished` last.
-     * </pre>
-     */
-    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
-    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.VerifyWithProgressResponse>
-        verifyWithProgress(dev.icehouse.v1.VerifyRequest request) {
-      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
-          getChannel(), getVerifyWithProgressMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
-     * </pre>
-     */
-    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
-    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WatchStatsResponse>
-        watchStats(dev.icehouse.v1.WatchStatsRequest request) {
-      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
-          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
     }
   }
 
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service CacheService.
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public static final class CacheServiceBlockingStub
@@ -827,7 +653,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Tells what Generate would reuse of a prompt, without running it.
+     * Returns what Generate would reuse of a prompt, without running it.
      * </pre>
      */
     public dev.icehouse.v1.ExplainResponse explain(dev.icehouse.v1.ExplainRequest request) {
@@ -837,30 +663,20 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-     * whose deadline passes, no more is computed, and what was is kept.
+     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
+     * its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
-    public dev.icehouse.v1.WarmResponse warm(dev.icehouse.v1.WarmRequest request) {
-      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+    public java.util.Iterator<dev.icehouse.v1.WarmResponse> warm(
+        dev.icehouse.v1.WarmRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
           getChannel(), getWarmMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * As Warm, and tells on the way how far it is: `started` first, `finished` last.
-     * </pre>
-     */
-    public java.util.Iterator<dev.icehouse.v1.WarmWithProgressResponse> warmWithProgress(
-        dev.icehouse.v1.WarmRequest request) {
-      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
-          getChannel(), getWarmWithProgressMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-     * (BLOCK_NOT_FOUND) when none is known.
+     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
     public dev.icehouse.v1.PinResponse pin(dev.icehouse.v1.PinRequest request) {
@@ -870,7 +686,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Takes pins off. Blocks that are not pinned are left as they are.
+     * Removes the protection of Pin. Blocks that are not pinned are left as they are.
      * </pre>
      */
     public dev.icehouse.v1.UnpinResponse unpin(dev.icehouse.v1.UnpinRequest request) {
@@ -880,71 +696,53 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-     * rest stays cached. What is cached meanwhile stays, too.
+     * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
+     * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
+     * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
+     * is gone, the rest stays cached. What is cached meanwhile stays, too.
      * </pre>
      */
-    public dev.icehouse.v1.EvictResponse evict(dev.icehouse.v1.EvictRequest request) {
-      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+    public java.util.Iterator<dev.icehouse.v1.EvictResponse> evict(
+        dev.icehouse.v1.EvictRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
           getChannel(), getEvictMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * As Evict, and tells on the way how far it is: `finished` last.
+     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
      * </pre>
      */
-    public java.util.Iterator<dev.icehouse.v1.EvictWithProgressResponse> evictWithProgress(
-        dev.icehouse.v1.EvictRequest request) {
+    public java.util.Iterator<dev.icehouse.v1.EvictAllResponse> evictAll(
+        dev.icehouse.v1.EvictAllRequest request) {
       return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
-          getChannel(), getEvictWithProgressMethod(), getCallOptions(), request);
+          getChannel(), getEvictAllMethod(), getCallOptions(), request);
     }
 
     /**
      * <pre>
-     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-     * `block_limit` it is checked a part at a time. When the caller goes away or
-     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
+     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
+     * operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+     * `block_limit` it is checked a part at a time. When the caller cancels or
+     * its deadline passes, it ends within 64 blocks, and the next check continues from there.
      * </pre>
      */
-    public dev.icehouse.v1.VerifyResponse verify(dev.icehouse.v1.VerifyRequest request) {
-      return io.grpc.stub.ClientCalls.blockingUnaryCall(
-          getChannel(), getVerifyMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * As Verify, and tells on the way how far it is: `finished` last.
-     * </pre>
-     */
-    public java.util.Iterator<dev.icehouse.v1.VerifyWithProgressResponse> verifyWithProgress(
+    public java.util.Iterator<dev.icehouse.v1.VerifyResponse> verify(
         dev.icehouse.v1.VerifyRequest request) {
       return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
-          getChannel(), getVerifyWithProgressMethod(), getCallOptions(), request);
-    }
-
-    /**
-     * <pre>
-     * Sends the counters of CacheStats at once and then at an interval, until the caller ends it.
-     * </pre>
-     */
-    public java.util.Iterator<dev.icehouse.v1.WatchStatsResponse> watchStats(
-        dev.icehouse.v1.WatchStatsRequest request) {
-      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
-          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
+          getChannel(), getVerifyMethod(), getCallOptions(), request);
     }
   }
 
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service CacheService.
    * <pre>
-   * Looks into the prefix cache and gives it orders. Errors carry google.rpc details as
-   * InferenceService's do; FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or
-   * not the tier that the order is about. Where callers prove who they are, each commands its own
-   * tenant's blocks; PERMISSION_DENIED (TENANT_FORBIDDEN, OPERATOR_ONLY) otherwise.
+   * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
+   * FAILED_PRECONDITION (CACHE_UNSUPPORTED) where the server has no cache, or not the tier that the command needs.
+   * Authenticated callers manage only their own tenant's blocks; otherwise PERMISSION_DENIED (TENANT_FORBIDDEN,
+   * OPERATOR_ONLY).
+   * Warm, Evict, EvictAll and Verify may take minutes. Each is a stream: any number of `progress`, and `done` with
+   * the result once, last.
    * </pre>
    */
   public static final class CacheServiceFutureStub
@@ -962,7 +760,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Tells what Generate would reuse of a prompt, without running it.
+     * Returns what Generate would reuse of a prompt, without running it.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.ExplainResponse> explain(
@@ -973,20 +771,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it, without generating. May take minutes: of a caller who goes away, or
-     * whose deadline passes, no more is computed, and what was is kept.
-     * </pre>
-     */
-    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.WarmResponse> warm(
-        dev.icehouse.v1.WarmRequest request) {
-      return io.grpc.stub.ClientCalls.futureUnaryCall(
-          getChannel().newCall(getWarmMethod(), getCallOptions()), request);
-    }
-
-    /**
-     * <pre>
-     * Keeps the known blocks of a prompt from being evicted by policy. NOT_FOUND
-     * (BLOCK_NOT_FOUND) when none is known.
+     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.PinResponse> pin(
@@ -997,7 +783,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Takes pins off. Blocks that are not pinned are left as they are.
+     * Removes the protection of Pin. Blocks that are not pinned are left as they are.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.UnpinResponse> unpin(
@@ -1005,46 +791,15 @@ public final class CacheServiceGrpc {
       return io.grpc.stub.ClientCalls.futureUnaryCall(
           getChannel().newCall(getUnpinMethod(), getCallOptions()), request);
     }
-
-    /**
-     * <pre>
-     * Removes blocks from both tiers, pinned ones too: those that are known when it begins, 256 at a time, the
-     * ends of prompts before their beginnings. Requests go on between; running ones keep their copies. When the
-     * caller goes away or the deadline passes it ends within 256 blocks: what was removed by then is gone, the
-     * rest stays cached. What is cached meanwhile stays, too.
-     * </pre>
-     */
-    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EvictResponse> evict(
-        dev.icehouse.v1.EvictRequest request) {
-      return io.grpc.stub.ClientCalls.futureUnaryCall(
-          getChannel().newCall(getEvictMethod(), getCallOptions()), request);
-    }
-
-    /**
-     * <pre>
-     * Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. For
-     * operators only. Reads as fast as the disk gives, so a large cache takes many minutes: with
-     * `block_limit` it is checked a part at a time. When the caller goes away or
-     * the deadline passes it ends within 64 blocks, and the next check goes on from there.
-     * </pre>
-     */
-    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.VerifyResponse> verify(
-        dev.icehouse.v1.VerifyRequest request) {
-      return io.grpc.stub.ClientCalls.futureUnaryCall(
-          getChannel().newCall(getVerifyMethod(), getCallOptions()), request);
-    }
   }
 
   private static final int METHODID_EXPLAIN = 0;
   private static final int METHODID_WARM = 1;
-  private static final int METHODID_WARM_WITH_PROGRESS = 2;
-  private static final int METHODID_PIN = 3;
-  private static final int METHODID_UNPIN = 4;
-  private static final int METHODID_EVICT = 5;
-  private static final int METHODID_EVICT_WITH_PROGRESS = 6;
-  private static final int METHODID_VERIFY = 7;
-  private static final int METHODID_VERIFY_WITH_PROGRESS = 8;
-  private static final int METHODID_WATCH_STATS = 9;
+  private static final int METHODID_PIN = 2;
+  private static final int METHODID_UNPIN = 3;
+  private static final int METHODID_EVICT = 4;
+  private static final int METHODID_EVICT_ALL = 5;
+  private static final int METHODID_VERIFY = 6;
 
   private static final class MethodHandlers<Req, Resp> implements
       io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
@@ -1071,10 +826,6 @@ public final class CacheServiceGrpc {
           serviceImpl.warm((dev.icehouse.v1.WarmRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmResponse>) responseObserver);
           break;
-        case METHODID_WARM_WITH_PROGRESS:
-          serviceImpl.warmWithProgress((dev.icehouse.v1.WarmRequest) request,
-              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WarmWithProgressResponse>) responseObserver);
-          break;
         case METHODID_PIN:
           serviceImpl.pin((dev.icehouse.v1.PinRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.PinResponse>) responseObserver);
@@ -1087,21 +838,13 @@ public final class CacheServiceGrpc {
           serviceImpl.evict((dev.icehouse.v1.EvictRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictResponse>) responseObserver);
           break;
-        case METHODID_EVICT_WITH_PROGRESS:
-          serviceImpl.evictWithProgress((dev.icehouse.v1.EvictRequest) request,
-              (io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictWithProgressResponse>) responseObserver);
+        case METHODID_EVICT_ALL:
+          serviceImpl.evictAll((dev.icehouse.v1.EvictAllRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.EvictAllResponse>) responseObserver);
           break;
         case METHODID_VERIFY:
           serviceImpl.verify((dev.icehouse.v1.VerifyRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse>) responseObserver);
-          break;
-        case METHODID_VERIFY_WITH_PROGRESS:
-          serviceImpl.verifyWithProgress((dev.icehouse.v1.VerifyRequest) request,
-              (io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyWithProgressResponse>) responseObserver);
-          break;
-        case METHODID_WATCH_STATS:
-          serviceImpl.watchStats((dev.icehouse.v1.WatchStatsRequest) request,
-              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse>) responseObserver);
           break;
         default:
           throw new AssertionError();
@@ -1130,18 +873,11 @@ public final class CacheServiceGrpc {
                 service, METHODID_EXPLAIN)))
         .addMethod(
           getWarmMethod(),
-          io.grpc.stub.ServerCalls.asyncUnaryCall(
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
             new MethodHandlers<
               dev.icehouse.v1.WarmRequest,
               dev.icehouse.v1.WarmResponse>(
                 service, METHODID_WARM)))
-        .addMethod(
-          getWarmWithProgressMethod(),
-          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
-            new MethodHandlers<
-              dev.icehouse.v1.WarmRequest,
-              dev.icehouse.v1.WarmWithProgressResponse>(
-                service, METHODID_WARM_WITH_PROGRESS)))
         .addMethod(
           getPinMethod(),
           io.grpc.stub.ServerCalls.asyncUnaryCall(
@@ -1158,39 +894,25 @@ public final class CacheServiceGrpc {
                 service, METHODID_UNPIN)))
         .addMethod(
           getEvictMethod(),
-          io.grpc.stub.ServerCalls.asyncUnaryCall(
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
             new MethodHandlers<
               dev.icehouse.v1.EvictRequest,
               dev.icehouse.v1.EvictResponse>(
                 service, METHODID_EVICT)))
         .addMethod(
-          getEvictWithProgressMethod(),
+          getEvictAllMethod(),
           io.grpc.stub.ServerCalls.asyncServerStreamingCall(
             new MethodHandlers<
-              dev.icehouse.v1.EvictRequest,
-              dev.icehouse.v1.EvictWithProgressResponse>(
-                service, METHODID_EVICT_WITH_PROGRESS)))
+              dev.icehouse.v1.EvictAllRequest,
+              dev.icehouse.v1.EvictAllResponse>(
+                service, METHODID_EVICT_ALL)))
         .addMethod(
           getVerifyMethod(),
-          io.grpc.stub.ServerCalls.asyncUnaryCall(
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
             new MethodHandlers<
               dev.icehouse.v1.VerifyRequest,
               dev.icehouse.v1.VerifyResponse>(
                 service, METHODID_VERIFY)))
-        .addMethod(
-          getVerifyWithProgressMethod(),
-          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
-            new MethodHandlers<
-              dev.icehouse.v1.VerifyRequest,
-              dev.icehouse.v1.VerifyWithProgressResponse>(
-                service, METHODID_VERIFY_WITH_PROGRESS)))
-        .addMethod(
-          getWatchStatsMethod(),
-          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
-            new MethodHandlers<
-              dev.icehouse.v1.WatchStatsRequest,
-              dev.icehouse.v1.WatchStatsResponse>(
-                service, METHODID_WATCH_STATS)))
         .build();
   }
 
@@ -1241,14 +963,11 @@ public final class CacheServiceGrpc {
               .setSchemaDescriptor(new CacheServiceFileDescriptorSupplier())
               .addMethod(getExplainMethod())
               .addMethod(getWarmMethod())
-              .addMethod(getWarmWithProgressMethod())
               .addMethod(getPinMethod())
               .addMethod(getUnpinMethod())
               .addMethod(getEvictMethod())
-              .addMethod(getEvictWithProgressMethod())
+              .addMethod(getEvictAllMethod())
               .addMethod(getVerifyMethod())
-              .addMethod(getVerifyWithProgressMethod())
-              .addMethod(getWatchStatsMethod())
               .build();
         }
       }

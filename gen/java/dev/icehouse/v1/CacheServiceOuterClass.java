@@ -46,10 +46,15 @@ public final class CacheServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_WarmResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_WarmWithProgressResponse_descriptor;
+    internal_static_icehouse_v1_WarmProgress_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_WarmWithProgressResponse_fieldAccessorTable;
+      internal_static_icehouse_v1_WarmProgress_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_WarmResult_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_WarmResult_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_PinRequest_descriptor;
   static final 
@@ -81,15 +86,25 @@ public final class CacheServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_EvictResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_EvictWithProgressResponse_descriptor;
+    internal_static_icehouse_v1_EvictAllRequest_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_EvictWithProgressResponse_fieldAccessorTable;
+      internal_static_icehouse_v1_EvictAllRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EvictAllResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EvictAllResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_EvictProgress_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_EvictProgress_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EvictResult_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EvictResult_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_VerifyRequest_descriptor;
   static final 
@@ -101,25 +116,15 @@ public final class CacheServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_VerifyResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_VerifyWithProgressResponse_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_VerifyWithProgressResponse_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_VerifyProgress_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_VerifyProgress_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_WatchStatsRequest_descriptor;
+    internal_static_icehouse_v1_VerifyResult_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_WatchStatsRequest_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_WatchStatsResponse_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_WatchStatsResponse_fieldAccessorTable;
+      internal_static_icehouse_v1_VerifyResult_fieldAccessorTable;
 
   public static com.google.protobuf.Descriptors.FileDescriptor
       getDescriptor() {
@@ -131,121 +136,94 @@ public final class CacheServiceOuterClass {
     java.lang.String[] descriptorData = {
       "\n\037icehouse/v1/cache_service.proto\022\013iceho" +
       "use.v1\032\036google/protobuf/duration.proto\032\036" +
-      "icehouse/v1/cache_policy.proto\032#icehouse" +
-      "/v1/inference_service.proto\032\030icehouse/v1" +
-      "/prompt.proto\032\026icehouse/v1/tool.proto\032\027i" +
-      "cehouse/v1/usage.proto\"\352\001\n\016ExplainReques" +
-      "t\022\r\n\005model\030\001 \001(\t\022\016\n\004text\030\002 \001(\tH\000\022\'\n\004chat" +
-      "\030\003 \001(\0132\027.icehouse.v1.ChatPromptH\000\022*\n\006tok" +
-      "ens\030\004 \001(\0132\030.icehouse.v1.TokenPromptH\000\022\'\n" +
-      "\005cache\030\005 \001(\0132\030.icehouse.v1.CachePolicy\022 " +
-      "\n\005tools\030\n \003(\0132\021.icehouse.v1.Tool\022\017\n\007adap" +
-      "ter\030\021 \001(\tB\010\n\006prompt\"\253\002\n\017ExplainResponse\022" +
-      "\025\n\rprompt_tokens\030\001 \001(\005\022\'\n\005cache\030\002 \001(\0132\030." +
-      "icehouse.v1.CacheReport\022\'\n\006blocks\030\003 \003(\0132" +
-      "\027.icehouse.v1.BlockMatch\022@\n\035predicted_ti" +
-      "me_to_first_token\030\004 \001(\0132\031.google.protobu" +
-      "f.Duration\022E\n\"predicted_time_to_first_to" +
-      "ken_cold\030\005 \001(\0132\031.google.protobuf.Duratio" +
-      "n\022&\n\006images\030\006 \003(\0132\026.icehouse.v1.ImageSpa" +
-      "n\"E\n\tImageSpan\022\016\n\006digest\030\001 \001(\t\022\023\n\013start_" +
-      "token\030\002 \001(\005\022\023\n\013token_count\030\003 \001(\005\"\246\001\n\nBlo" +
-      "ckMatch\022\014\n\004hash\030\001 \001(\t\022\023\n\013start_token\030\002 \001" +
-      "(\005\022\023\n\013token_count\030\003 \001(\005\022\022\n\nsize_bytes\030\004 " +
-      "\001(\003\022$\n\004tier\030\005 \001(\0162\026.icehouse.v1.CacheTie" +
-      "r\022\026\n\016has_checkpoint\030\006 \001(\010\022\016\n\006pinned\030\007 \001(" +
-      "\010\"\215\002\n\013WarmRequest\022\022\n\nrequest_id\030\001 \001(\t\022\r\n" +
-      "\005model\030\002 \001(\t\022\016\n\004text\030\003 \001(\tH\000\022\'\n\004chat\030\004 \001" +
-      "(\0132\027.icehouse.v1.ChatPromptH\000\022*\n\006tokens\030" +
-      "\005 \001(\0132\030.icehouse.v1.TokenPromptH\000\022\'\n\005cac" +
-      "he\030\006 \001(\0132\030.icehouse.v1.CachePolicy\022\020\n\010pr" +
-      "iority\030\007 \001(\005\022 \n\005tools\030\n \003(\0132\021.icehouse.v" +
-      "1.Tool\022\017\n\007adapter\030\021 \001(\tB\010\n\006prompt\"n\n\014War" +
-      "mResponse\022\022\n\nrequest_id\030\001 \001(\t\022\'\n\005cache\030\002" +
-      " \001(\0132\030.icehouse.v1.CacheReport\022!\n\005usage\030" +
-      "\003 \001(\0132\022.icehouse.v1.Usage\"\265\001\n\030WarmWithPr" +
-      "ogressResponse\022\'\n\007started\030\001 \001(\0132\024.icehou" +
-      "se.v1.StartedH\000\0228\n\020prefill_progress\030\002 \001(" +
-      "\0132\034.icehouse.v1.PrefillProgressH\000\022-\n\010fin" +
-      "ished\030\003 \001(\0132\031.icehouse.v1.WarmResponseH\000" +
-      "B\007\n\005event\"\346\001\n\nPinRequest\022\r\n\005model\030\001 \001(\t\022" +
-      "\016\n\004text\030\002 \001(\tH\000\022\'\n\004chat\030\003 \001(\0132\027.icehouse" +
-      ".v1.ChatPromptH\000\022*\n\006tokens\030\004 \001(\0132\030.iceho" +
-      "use.v1.TokenPromptH\000\022\'\n\005cache\030\005 \001(\0132\030.ic" +
-      "ehouse.v1.CachePolicy\022 \n\005tools\030\n \003(\0132\021.i" +
-      "cehouse.v1.Tool\022\017\n\007adapter\030\021 \001(\tB\010\n\006prom" +
-      "pt\"K\n\013PinResponse\022\023\n\013block_count\030\001 \001(\005\022\023" +
-      "\n\013token_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001(\003\"" +
-      "\350\001\n\014UnpinRequest\022\r\n\005model\030\001 \001(\t\022\016\n\004text\030" +
-      "\002 \001(\tH\000\022\'\n\004chat\030\003 \001(\0132\027.icehouse.v1.Chat" +
-      "PromptH\000\022*\n\006tokens\030\004 \001(\0132\030.icehouse.v1.T" +
-      "okenPromptH\000\022\'\n\005cache\030\005 \001(\0132\030.icehouse.v" +
-      "1.CachePolicy\022 \n\005tools\030\n \003(\0132\021.icehouse." +
-      "v1.Tool\022\017\n\007adapter\030\021 \001(\tB\010\n\006prompt\"M\n\rUn" +
-      "pinResponse\022\023\n\013block_count\030\001 \001(\005\022\023\n\013toke" +
-      "n_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001(\003\"\367\001\n\014Ev" +
-      "ictRequest\022\r\n\005model\030\001 \001(\t\022\016\n\004text\030\002 \001(\tH" +
-      "\000\022\'\n\004chat\030\003 \001(\0132\027.icehouse.v1.ChatPrompt" +
-      "H\000\022*\n\006tokens\030\004 \001(\0132\030.icehouse.v1.TokenPr" +
-      "omptH\000\022\r\n\003all\030\005 \001(\010H\000\022\'\n\005cache\030\006 \001(\0132\030.i" +
-      "cehouse.v1.CachePolicy\022 \n\005tools\030\n \003(\0132\021." +
-      "icehouse.v1.Tool\022\017\n\007adapter\030\021 \001(\tB\010\n\006tar" +
-      "get\"g\n\rEvictResponse\022\027\n\017ram_block_count\030" +
-      "\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_co" +
-      "unt\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"\204\001\n\031EvictWi" +
-      "thProgressResponse\022.\n\010progress\030\001 \001(\0132\032.i" +
-      "cehouse.v1.EvictProgressH\000\022.\n\010finished\030\002" +
-      " \001(\0132\032.icehouse.v1.EvictResponseH\000B\007\n\005ev" +
-      "ent\"i\n\rEvictProgress\022\035\n\025processed_block_" +
-      "count\030\001 \001(\003\022\023\n\013block_count\030\002 \001(\003\022\021\n\tram_" +
-      "bytes\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerify" +
-      "Request\022\023\n\013block_limit\030\001 \001(\003\"\250\001\n\016VerifyR" +
-      "esponse\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n" +
-      "\016verified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030" +
-      "\003 \003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010du" +
-      "ration\030\005 \001(\0132\031.google.protobuf.Duration\"" +
-      "\207\001\n\032VerifyWithProgressResponse\022/\n\010progre" +
-      "ss\030\001 \001(\0132\033.icehouse.v1.VerifyProgressH\000\022" +
-      "/\n\010finished\030\002 \001(\0132\033.icehouse.v1.VerifyRe" +
-      "sponseH\000B\007\n\005event\"x\n\016VerifyProgress\022\034\n\024v" +
-      "erified_block_count\030\001 \001(\003\022\026\n\016verified_by" +
-      "tes\030\002 \001(\003\022\033\n\023damaged_block_count\030\003 \001(\003\022\023" +
-      "\n\013block_count\030\004 \001(\003\"@\n\021WatchStatsRequest" +
-      "\022+\n\010interval\030\001 \001(\0132\031.google.protobuf.Dur" +
-      "ation\"D\n\022WatchStatsResponse\022.\n\005stats\030\001 \001" +
-      "(\0132\037.icehouse.v1.CacheStatsResponse*O\n\tC" +
-      "acheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022\022\n\016" +
-      "CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022\355\005\n" +
-      "\014CacheService\022D\n\007Explain\022\033.icehouse.v1.E" +
-      "xplainRequest\032\034.icehouse.v1.ExplainRespo" +
-      "nse\022;\n\004Warm\022\030.icehouse.v1.WarmRequest\032\031." +
-      "icehouse.v1.WarmResponse\022U\n\020WarmWithProg" +
-      "ress\022\030.icehouse.v1.WarmRequest\032%.icehous" +
-      "e.v1.WarmWithProgressResponse0\001\0228\n\003Pin\022\027" +
-      ".icehouse.v1.PinRequest\032\030.icehouse.v1.Pi" +
-      "nResponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinRe" +
-      "quest\032\032.icehouse.v1.UnpinResponse\022>\n\005Evi" +
-      "ct\022\031.icehouse.v1.EvictRequest\032\032.icehouse" +
-      ".v1.EvictResponse\022X\n\021EvictWithProgress\022\031" +
-      ".icehouse.v1.EvictRequest\032&.icehouse.v1." +
-      "EvictWithProgressResponse0\001\022A\n\006Verify\022\032." +
-      "icehouse.v1.VerifyRequest\032\033.icehouse.v1." +
-      "VerifyResponse\022[\n\022VerifyWithProgress\022\032.i" +
-      "cehouse.v1.VerifyRequest\032\'.icehouse.v1.V" +
-      "erifyWithProgressResponse0\001\022O\n\nWatchStat" +
-      "s\022\036.icehouse.v1.WatchStatsRequest\032\037.iceh" +
-      "ouse.v1.WatchStatsResponse0\001B<\n\017dev.iceh" +
-      "ouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;" +
-      "icehousev1b\006proto3"
+      "icehouse/v1/cache_policy.proto\032\030icehouse" +
+      "/v1/prompt.proto\032\027icehouse/v1/usage.prot" +
+      "o\"m\n\016ExplainRequest\022\r\n\005model\030\001 \001(\t\022#\n\006pr" +
+      "ompt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache" +
+      "\030\003 \001(\0132\030.icehouse.v1.CachePolicy\"\253\002\n\017Exp" +
+      "lainResponse\022\025\n\rprompt_tokens\030\001 \001(\005\022\'\n\005c" +
+      "ache\030\002 \001(\0132\030.icehouse.v1.CacheReport\022\'\n\006" +
+      "blocks\030\003 \003(\0132\027.icehouse.v1.BlockMatch\022@\n" +
+      "\035predicted_time_to_first_token\030\004 \001(\0132\031.g" +
+      "oogle.protobuf.Duration\022E\n\"predicted_tim" +
+      "e_to_first_token_cold\030\005 \001(\0132\031.google.pro" +
+      "tobuf.Duration\022&\n\006images\030\006 \003(\0132\026.icehous" +
+      "e.v1.ImageSpan\"E\n\tImageSpan\022\016\n\006digest\030\001 " +
+      "\001(\t\022\023\n\013start_token\030\002 \001(\005\022\023\n\013token_count\030" +
+      "\003 \001(\005\"\246\001\n\nBlockMatch\022\014\n\004hash\030\001 \001(\t\022\023\n\013st" +
+      "art_token\030\002 \001(\005\022\023\n\013token_count\030\003 \001(\005\022\022\n\n" +
+      "size_bytes\030\004 \001(\003\022$\n\004tier\030\005 \001(\0162\026.icehous" +
+      "e.v1.CacheTier\022\026\n\016has_checkpoint\030\006 \001(\010\022\016" +
+      "\n\006pinned\030\007 \001(\010\"\220\001\n\013WarmRequest\022\022\n\nreques" +
+      "t_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(" +
+      "\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\004 \001(\0132\030." +
+      "icehouse.v1.CachePolicy\022\020\n\010priority\030\005 \001(" +
+      "\005\"o\n\014WarmResponse\022-\n\010progress\030\001 \001(\0132\031.ic" +
+      "ehouse.v1.WarmProgressH\000\022\'\n\004done\030\002 \001(\0132\027" +
+      ".icehouse.v1.WarmResultH\000B\007\n\005event\"S\n\014Wa" +
+      "rmProgress\022\022\n\nrequest_id\030\001 \001(\t\022\030\n\020proces" +
+      "sed_tokens\030\002 \001(\005\022\025\n\rprompt_tokens\030\003 \001(\005\"" +
+      "l\n\nWarmResult\022\022\n\nrequest_id\030\001 \001(\t\022\'\n\005cac" +
+      "he\030\002 \001(\0132\030.icehouse.v1.CacheReport\022!\n\005us" +
+      "age\030\003 \001(\0132\022.icehouse.v1.Usage\"i\n\nPinRequ" +
+      "est\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.ice" +
+      "house.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.icehous" +
+      "e.v1.CachePolicy\"K\n\013PinResponse\022\023\n\013block" +
+      "_count\030\001 \001(\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsiz" +
+      "e_bytes\030\003 \001(\003\"k\n\014UnpinRequest\022\r\n\005model\030\001" +
+      " \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.Promp" +
+      "t\022\'\n\005cache\030\003 \001(\0132\030.icehouse.v1.CachePoli" +
+      "cy\"M\n\rUnpinResponse\022\023\n\013block_count\030\001 \001(\005" +
+      "\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001(" +
+      "\003\"k\n\014EvictRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prom" +
+      "pt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\003" +
+      " \001(\0132\030.icehouse.v1.CachePolicy\"r\n\rEvictR" +
+      "esponse\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1." +
+      "EvictProgressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse" +
+      ".v1.EvictResultH\000B\007\n\005event\" \n\017EvictAllRe" +
+      "quest\022\r\n\005model\030\001 \001(\t\"u\n\020EvictAllResponse" +
+      "\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1.EvictPr" +
+      "ogressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1.Evi" +
+      "ctResultH\000B\007\n\005event\"i\n\rEvictProgress\022\035\n\025" +
+      "processed_block_count\030\001 \001(\003\022\023\n\013block_cou" +
+      "nt\030\002 \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tssd_bytes" +
+      "\030\004 \001(\003\"e\n\013EvictResult\022\027\n\017ram_block_count" +
+      "\030\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_c" +
+      "ount\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerifyR" +
+      "equest\022\023\n\013block_limit\030\001 \001(\003\"u\n\016VerifyRes" +
+      "ponse\022/\n\010progress\030\001 \001(\0132\033.icehouse.v1.Ve" +
+      "rifyProgressH\000\022)\n\004done\030\002 \001(\0132\031.icehouse." +
+      "v1.VerifyResultH\000B\007\n\005event\"x\n\016VerifyProg" +
+      "ress\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016ve" +
+      "rified_bytes\030\002 \001(\003\022\033\n\023damaged_block_coun" +
+      "t\030\003 \001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014VerifyR" +
+      "esult\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016v" +
+      "erified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003 " +
+      "\003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010dura" +
+      "tion\030\005 \001(\0132\031.google.protobuf.Duration*O\n" +
+      "\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022\022" +
+      "\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022\337" +
+      "\003\n\014CacheService\022D\n\007Explain\022\033.icehouse.v1" +
+      ".ExplainRequest\032\034.icehouse.v1.ExplainRes" +
+      "ponse\022=\n\004Warm\022\030.icehouse.v1.WarmRequest\032" +
+      "\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.ic" +
+      "ehouse.v1.PinRequest\032\030.icehouse.v1.PinRe" +
+      "sponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinReque" +
+      "st\032\032.icehouse.v1.UnpinResponse\022@\n\005Evict\022" +
+      "\031.icehouse.v1.EvictRequest\032\032.icehouse.v1" +
+      ".EvictResponse0\001\022I\n\010EvictAll\022\034.icehouse." +
+      "v1.EvictAllRequest\032\035.icehouse.v1.EvictAl" +
+      "lResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Veri" +
+      "fyRequest\032\033.icehouse.v1.VerifyResponse0\001" +
+      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
+      "icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
         new com.google.protobuf.Descriptors.FileDescriptor[] {
           com.google.protobuf.DurationProto.getDescriptor(),
           dev.icehouse.v1.CachePolicyOuterClass.getDescriptor(),
-          dev.icehouse.v1.InferenceServiceOuterClass.getDescriptor(),
-          dev.icehouse.v1.Prompt.getDescriptor(),
-          dev.icehouse.v1.ToolOuterClass.getDescriptor(),
+          dev.icehouse.v1.PromptOuterClass.getDescriptor(),
           dev.icehouse.v1.UsageOuterClass.getDescriptor(),
         });
     internal_static_icehouse_v1_ExplainRequest_descriptor =
@@ -253,7 +231,7 @@ public final class CacheServiceOuterClass {
     internal_static_icehouse_v1_ExplainRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ExplainRequest_descriptor,
-        new java.lang.String[] { "Model", "Text", "Chat", "Tokens", "Cache", "Tools", "Adapter", "Prompt", });
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
     internal_static_icehouse_v1_ExplainResponse_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_ExplainResponse_fieldAccessorTable = new
@@ -277,108 +255,112 @@ public final class CacheServiceOuterClass {
     internal_static_icehouse_v1_WarmRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_WarmRequest_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Text", "Chat", "Tokens", "Cache", "Priority", "Tools", "Adapter", "Prompt", });
+        new java.lang.String[] { "RequestId", "Model", "Prompt", "Cache", "Priority", });
     internal_static_icehouse_v1_WarmResponse_descriptor =
       getDescriptor().getMessageTypes().get(5);
     internal_static_icehouse_v1_WarmResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_WarmResponse_descriptor,
-        new java.lang.String[] { "RequestId", "Cache", "Usage", });
-    internal_static_icehouse_v1_WarmWithProgressResponse_descriptor =
+        new java.lang.String[] { "Progress", "Done", "Event", });
+    internal_static_icehouse_v1_WarmProgress_descriptor =
       getDescriptor().getMessageTypes().get(6);
-    internal_static_icehouse_v1_WarmWithProgressResponse_fieldAccessorTable = new
+    internal_static_icehouse_v1_WarmProgress_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_WarmWithProgressResponse_descriptor,
-        new java.lang.String[] { "Started", "PrefillProgress", "Finished", "Event", });
-    internal_static_icehouse_v1_PinRequest_descriptor =
+        internal_static_icehouse_v1_WarmProgress_descriptor,
+        new java.lang.String[] { "RequestId", "ProcessedTokens", "PromptTokens", });
+    internal_static_icehouse_v1_WarmResult_descriptor =
       getDescriptor().getMessageTypes().get(7);
+    internal_static_icehouse_v1_WarmResult_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_WarmResult_descriptor,
+        new java.lang.String[] { "RequestId", "Cache", "Usage", });
+    internal_static_icehouse_v1_PinRequest_descriptor =
+      getDescriptor().getMessageTypes().get(8);
     internal_static_icehouse_v1_PinRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_PinRequest_descriptor,
-        new java.lang.String[] { "Model", "Text", "Chat", "Tokens", "Cache", "Tools", "Adapter", "Prompt", });
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
     internal_static_icehouse_v1_PinResponse_descriptor =
-      getDescriptor().getMessageTypes().get(8);
+      getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_PinResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_PinResponse_descriptor,
         new java.lang.String[] { "BlockCount", "TokenCount", "SizeBytes", });
     internal_static_icehouse_v1_UnpinRequest_descriptor =
-      getDescriptor().getMessageTypes().get(9);
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_UnpinRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_UnpinRequest_descriptor,
-        new java.lang.String[] { "Model", "Text", "Chat", "Tokens", "Cache", "Tools", "Adapter", "Prompt", });
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
     internal_static_icehouse_v1_UnpinResponse_descriptor =
-      getDescriptor().getMessageTypes().get(10);
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_UnpinResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_UnpinResponse_descriptor,
         new java.lang.String[] { "BlockCount", "TokenCount", "SizeBytes", });
     internal_static_icehouse_v1_EvictRequest_descriptor =
-      getDescriptor().getMessageTypes().get(11);
+      getDescriptor().getMessageTypes().get(12);
     internal_static_icehouse_v1_EvictRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictRequest_descriptor,
-        new java.lang.String[] { "Model", "Text", "Chat", "Tokens", "All", "Cache", "Tools", "Adapter", "Target", });
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
     internal_static_icehouse_v1_EvictResponse_descriptor =
-      getDescriptor().getMessageTypes().get(12);
+      getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_EvictResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictResponse_descriptor,
-        new java.lang.String[] { "RamBlockCount", "RamBytes", "SsdBlockCount", "SsdBytes", });
-    internal_static_icehouse_v1_EvictWithProgressResponse_descriptor =
-      getDescriptor().getMessageTypes().get(13);
-    internal_static_icehouse_v1_EvictWithProgressResponse_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_EvictWithProgressResponse_descriptor,
-        new java.lang.String[] { "Progress", "Finished", "Event", });
-    internal_static_icehouse_v1_EvictProgress_descriptor =
+        new java.lang.String[] { "Progress", "Done", "Event", });
+    internal_static_icehouse_v1_EvictAllRequest_descriptor =
       getDescriptor().getMessageTypes().get(14);
+    internal_static_icehouse_v1_EvictAllRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EvictAllRequest_descriptor,
+        new java.lang.String[] { "Model", });
+    internal_static_icehouse_v1_EvictAllResponse_descriptor =
+      getDescriptor().getMessageTypes().get(15);
+    internal_static_icehouse_v1_EvictAllResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EvictAllResponse_descriptor,
+        new java.lang.String[] { "Progress", "Done", "Event", });
+    internal_static_icehouse_v1_EvictProgress_descriptor =
+      getDescriptor().getMessageTypes().get(16);
     internal_static_icehouse_v1_EvictProgress_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictProgress_descriptor,
         new java.lang.String[] { "ProcessedBlockCount", "BlockCount", "RamBytes", "SsdBytes", });
+    internal_static_icehouse_v1_EvictResult_descriptor =
+      getDescriptor().getMessageTypes().get(17);
+    internal_static_icehouse_v1_EvictResult_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EvictResult_descriptor,
+        new java.lang.String[] { "RamBlockCount", "RamBytes", "SsdBlockCount", "SsdBytes", });
     internal_static_icehouse_v1_VerifyRequest_descriptor =
-      getDescriptor().getMessageTypes().get(15);
+      getDescriptor().getMessageTypes().get(18);
     internal_static_icehouse_v1_VerifyRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyRequest_descriptor,
         new java.lang.String[] { "BlockLimit", });
     internal_static_icehouse_v1_VerifyResponse_descriptor =
-      getDescriptor().getMessageTypes().get(16);
+      getDescriptor().getMessageTypes().get(19);
     internal_static_icehouse_v1_VerifyResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyResponse_descriptor,
-        new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedHashes", "DamagedBlockCount", "Duration", });
-    internal_static_icehouse_v1_VerifyWithProgressResponse_descriptor =
-      getDescriptor().getMessageTypes().get(17);
-    internal_static_icehouse_v1_VerifyWithProgressResponse_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_VerifyWithProgressResponse_descriptor,
-        new java.lang.String[] { "Progress", "Finished", "Event", });
+        new java.lang.String[] { "Progress", "Done", "Event", });
     internal_static_icehouse_v1_VerifyProgress_descriptor =
-      getDescriptor().getMessageTypes().get(18);
+      getDescriptor().getMessageTypes().get(20);
     internal_static_icehouse_v1_VerifyProgress_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyProgress_descriptor,
         new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedBlockCount", "BlockCount", });
-    internal_static_icehouse_v1_WatchStatsRequest_descriptor =
-      getDescriptor().getMessageTypes().get(19);
-    internal_static_icehouse_v1_WatchStatsRequest_fieldAccessorTable = new
+    internal_static_icehouse_v1_VerifyResult_descriptor =
+      getDescriptor().getMessageTypes().get(21);
+    internal_static_icehouse_v1_VerifyResult_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_WatchStatsRequest_descriptor,
-        new java.lang.String[] { "Interval", });
-    internal_static_icehouse_v1_WatchStatsResponse_descriptor =
-      getDescriptor().getMessageTypes().get(20);
-    internal_static_icehouse_v1_WatchStatsResponse_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_WatchStatsResponse_descriptor,
-        new java.lang.String[] { "Stats", });
+        internal_static_icehouse_v1_VerifyResult_descriptor,
+        new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedHashes", "DamagedBlockCount", "Duration", });
     com.google.protobuf.DurationProto.getDescriptor();
     dev.icehouse.v1.CachePolicyOuterClass.getDescriptor();
-    dev.icehouse.v1.InferenceServiceOuterClass.getDescriptor();
-    dev.icehouse.v1.Prompt.getDescriptor();
-    dev.icehouse.v1.ToolOuterClass.getDescriptor();
+    dev.icehouse.v1.PromptOuterClass.getDescriptor();
     dev.icehouse.v1.UsageOuterClass.getDescriptor();
   }
 

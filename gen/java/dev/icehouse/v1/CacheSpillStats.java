@@ -96,7 +96,7 @@ private static final long serialVersionUID = 0L;
   private long acceptedBlockTotal_ = 0L;
   /**
    * <pre>
-   * Blocks that got credit in the write queue.
+   * Blocks accepted into the write queue.
    * </pre>
    *
    * <code>int64 accepted_block_total = 2;</code>
@@ -142,7 +142,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.SpillDrops> drops_;
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -153,7 +153,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -165,7 +165,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -176,7 +176,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -187,7 +187,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -232,7 +232,7 @@ private static final long serialVersionUID = 0L;
   private long queueLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes in the write queue.
+   * Maximum bytes in the write queue.
    * </pre>
    *
    * <code>int64 queue_limit_bytes = 8;</code>
@@ -262,7 +262,7 @@ private static final long serialVersionUID = 0L;
   private long dailyLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most of them. 0: no limit.
+   * Maximum bytes written a day. 0: no limit.
    * </pre>
    *
    * <code>int64 daily_limit_bytes = 10;</code>
@@ -1002,7 +1002,7 @@ private static final long serialVersionUID = 0L;
     private long acceptedBlockTotal_ ;
     /**
      * <pre>
-     * Blocks that got credit in the write queue.
+     * Blocks accepted into the write queue.
      * </pre>
      *
      * <code>int64 accepted_block_total = 2;</code>
@@ -1014,7 +1014,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that got credit in the write queue.
+     * Blocks accepted into the write queue.
      * </pre>
      *
      * <code>int64 accepted_block_total = 2;</code>
@@ -1030,7 +1030,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that got credit in the write queue.
+     * Blocks accepted into the write queue.
      * </pre>
      *
      * <code>int64 accepted_block_total = 2;</code>
@@ -1145,7 +1145,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1159,7 +1159,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1173,7 +1173,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1187,7 +1187,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1208,7 +1208,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1226,7 +1226,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1246,7 +1246,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1267,7 +1267,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1285,7 +1285,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1303,7 +1303,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1322,7 +1322,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1339,7 +1339,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1356,7 +1356,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1367,7 +1367,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1381,7 +1381,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1396,7 +1396,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1407,7 +1407,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1419,7 +1419,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dropped, by cause; causes that never occurred are left out.
+     * Blocks dropped, by cause, without causes that never occurred.
      * </pre>
      *
      * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -1534,7 +1534,7 @@ private static final long serialVersionUID = 0L;
     private long queueLimitBytes_ ;
     /**
      * <pre>
-     * Most bytes in the write queue.
+     * Maximum bytes in the write queue.
      * </pre>
      *
      * <code>int64 queue_limit_bytes = 8;</code>
@@ -1546,7 +1546,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes in the write queue.
+     * Maximum bytes in the write queue.
      * </pre>
      *
      * <code>int64 queue_limit_bytes = 8;</code>
@@ -1562,7 +1562,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes in the write queue.
+     * Maximum bytes in the write queue.
      * </pre>
      *
      * <code>int64 queue_limit_bytes = 8;</code>
@@ -1622,7 +1622,7 @@ private static final long serialVersionUID = 0L;
     private long dailyLimitBytes_ ;
     /**
      * <pre>
-     * Most of them. 0: no limit.
+     * Maximum bytes written a day. 0: no limit.
      * </pre>
      *
      * <code>int64 daily_limit_bytes = 10;</code>
@@ -1634,7 +1634,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them. 0: no limit.
+     * Maximum bytes written a day. 0: no limit.
      * </pre>
      *
      * <code>int64 daily_limit_bytes = 10;</code>
@@ -1650,7 +1650,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them. 0: no limit.
+     * Maximum bytes written a day. 0: no limit.
      * </pre>
      *
      * <code>int64 daily_limit_bytes = 10;</code>

@@ -30,7 +30,7 @@ public interface CacheSpillStatsOrBuilder extends
 
   /**
    * <pre>
-   * Blocks that got credit in the write queue.
+   * Blocks accepted into the write queue.
    * </pre>
    *
    * <code>int64 accepted_block_total = 2;</code>
@@ -60,7 +60,7 @@ public interface CacheSpillStatsOrBuilder extends
 
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -69,7 +69,7 @@ public interface CacheSpillStatsOrBuilder extends
       getDropsList();
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -77,7 +77,7 @@ public interface CacheSpillStatsOrBuilder extends
   dev.icehouse.v1.SpillDrops getDrops(int index);
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -85,7 +85,7 @@ public interface CacheSpillStatsOrBuilder extends
   int getDropsCount();
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -94,7 +94,7 @@ public interface CacheSpillStatsOrBuilder extends
       getDropsOrBuilderList();
   /**
    * <pre>
-   * Blocks dropped, by cause; causes that never occurred are left out.
+   * Blocks dropped, by cause, without causes that never occurred.
    * </pre>
    *
    * <code>repeated .icehouse.v1.SpillDrops drops = 5;</code>
@@ -124,7 +124,7 @@ public interface CacheSpillStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes in the write queue.
+   * Maximum bytes in the write queue.
    * </pre>
    *
    * <code>int64 queue_limit_bytes = 8;</code>
@@ -144,7 +144,7 @@ public interface CacheSpillStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them. 0: no limit.
+   * Maximum bytes written a day. 0: no limit.
    * </pre>
    *
    * <code>int64 daily_limit_bytes = 10;</code>

@@ -65,7 +65,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object unsupportedDetail_ = "";
   /**
    * <pre>
-   * Why this model's prompts cannot be kept. Absent: they can.
+   * Why this model's prompts cannot be cached. Empty: they can.
    * </pre>
    *
    * <code>string unsupported_detail = 2;</code>
@@ -86,7 +86,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why this model's prompts cannot be kept. Absent: they can.
+   * Why this model's prompts cannot be cached. Empty: they can.
    * </pre>
    *
    * <code>string unsupported_detail = 2;</code>
@@ -149,7 +149,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheTierStats ssd_;
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -161,7 +161,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -173,7 +173,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -187,7 +187,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheLookupStats lookups_;
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -199,7 +199,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -211,7 +211,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -301,7 +301,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheIntegrityStats integrity_;
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -313,7 +313,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -325,7 +325,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -339,7 +339,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheDiskStats disk_;
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -351,7 +351,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -363,7 +363,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -377,7 +377,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheReconcileReport lastReconcile_;
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -389,7 +389,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -401,7 +401,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -1122,7 +1122,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object unsupportedDetail_ = "";
     /**
      * <pre>
-     * Why this model's prompts cannot be kept. Absent: they can.
+     * Why this model's prompts cannot be cached. Empty: they can.
      * </pre>
      *
      * <code>string unsupported_detail = 2;</code>
@@ -1142,7 +1142,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why this model's prompts cannot be kept. Absent: they can.
+     * Why this model's prompts cannot be cached. Empty: they can.
      * </pre>
      *
      * <code>string unsupported_detail = 2;</code>
@@ -1163,7 +1163,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why this model's prompts cannot be kept. Absent: they can.
+     * Why this model's prompts cannot be cached. Empty: they can.
      * </pre>
      *
      * <code>string unsupported_detail = 2;</code>
@@ -1180,7 +1180,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why this model's prompts cannot be kept. Absent: they can.
+     * Why this model's prompts cannot be cached. Empty: they can.
      * </pre>
      *
      * <code>string unsupported_detail = 2;</code>
@@ -1194,7 +1194,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why this model's prompts cannot be kept. Absent: they can.
+     * Why this model's prompts cannot be cached. Empty: they can.
      * </pre>
      *
      * <code>string unsupported_detail = 2;</code>
@@ -1373,7 +1373,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheTierStats, dev.icehouse.v1.CacheTierStats.Builder, dev.icehouse.v1.CacheTierStatsOrBuilder> ssdBuilder_;
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1384,7 +1384,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1399,7 +1399,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1419,7 +1419,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1437,7 +1437,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1462,7 +1462,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1479,7 +1479,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1491,7 +1491,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1506,7 +1506,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks on SSD. Absent: no SSD tier.
+     * Blocks on SSD. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -1530,7 +1530,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheLookupStats, dev.icehouse.v1.CacheLookupStats.Builder, dev.icehouse.v1.CacheLookupStatsOrBuilder> lookupsBuilder_;
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1541,7 +1541,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1556,7 +1556,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1576,7 +1576,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1594,7 +1594,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1619,7 +1619,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1636,7 +1636,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1648,7 +1648,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -1663,7 +1663,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How prompts fared.
+     * Results of lookups.
      * </pre>
      *
      * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -2001,7 +2001,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheIntegrityStats, dev.icehouse.v1.CacheIntegrityStats.Builder, dev.icehouse.v1.CacheIntegrityStatsOrBuilder> integrityBuilder_;
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2012,7 +2012,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2027,7 +2027,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2047,7 +2047,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2065,7 +2065,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2090,7 +2090,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2107,7 +2107,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2119,7 +2119,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2134,7 +2134,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was found damaged.
+     * Damage that was found.
      * </pre>
      *
      * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -2158,7 +2158,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheDiskStats, dev.icehouse.v1.CacheDiskStats.Builder, dev.icehouse.v1.CacheDiskStatsOrBuilder> diskBuilder_;
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2169,7 +2169,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2184,7 +2184,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2204,7 +2204,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2222,7 +2222,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2247,7 +2247,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2264,7 +2264,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2276,7 +2276,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2291,7 +2291,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The SSD tier's directory. Absent: no SSD tier.
+     * The SSD tier's directory. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -2315,7 +2315,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheReconcileReport, dev.icehouse.v1.CacheReconcileReport.Builder, dev.icehouse.v1.CacheReconcileReportOrBuilder> lastReconcileBuilder_;
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2326,7 +2326,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2341,7 +2341,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2361,7 +2361,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2379,7 +2379,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2404,7 +2404,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2421,7 +2421,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2433,7 +2433,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -2448,7 +2448,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was repaired at the last start. Absent: no SSD tier.
+     * What was repaired at the last start. Not set: no SSD tier.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>

@@ -20,7 +20,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * Why this model's prompts cannot be kept. Absent: they can.
+   * Why this model's prompts cannot be cached. Empty: they can.
    * </pre>
    *
    * <code>string unsupported_detail = 2;</code>
@@ -29,7 +29,7 @@ public interface CacheStatsOrBuilder extends
   java.lang.String getUnsupportedDetail();
   /**
    * <pre>
-   * Why this model's prompts cannot be kept. Absent: they can.
+   * Why this model's prompts cannot be cached. Empty: they can.
    * </pre>
    *
    * <code>string unsupported_detail = 2;</code>
@@ -67,7 +67,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -76,7 +76,7 @@ public interface CacheStatsOrBuilder extends
   boolean hasSsd();
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -85,7 +85,7 @@ public interface CacheStatsOrBuilder extends
   dev.icehouse.v1.CacheTierStats getSsd();
   /**
    * <pre>
-   * Blocks on SSD. Absent: no SSD tier.
+   * Blocks on SSD. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheTierStats ssd = 4;</code>
@@ -94,7 +94,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -103,7 +103,7 @@ public interface CacheStatsOrBuilder extends
   boolean hasLookups();
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -112,7 +112,7 @@ public interface CacheStatsOrBuilder extends
   dev.icehouse.v1.CacheLookupStats getLookups();
   /**
    * <pre>
-   * How prompts fared.
+   * Results of lookups.
    * </pre>
    *
    * <code>.icehouse.v1.CacheLookupStats lookups = 5;</code>
@@ -175,7 +175,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -184,7 +184,7 @@ public interface CacheStatsOrBuilder extends
   boolean hasIntegrity();
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -193,7 +193,7 @@ public interface CacheStatsOrBuilder extends
   dev.icehouse.v1.CacheIntegrityStats getIntegrity();
   /**
    * <pre>
-   * What was found damaged.
+   * Damage that was found.
    * </pre>
    *
    * <code>.icehouse.v1.CacheIntegrityStats integrity = 8;</code>
@@ -202,7 +202,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -211,7 +211,7 @@ public interface CacheStatsOrBuilder extends
   boolean hasDisk();
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -220,7 +220,7 @@ public interface CacheStatsOrBuilder extends
   dev.icehouse.v1.CacheDiskStats getDisk();
   /**
    * <pre>
-   * The SSD tier's directory. Absent: no SSD tier.
+   * The SSD tier's directory. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheDiskStats disk = 9;</code>
@@ -229,7 +229,7 @@ public interface CacheStatsOrBuilder extends
 
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -238,7 +238,7 @@ public interface CacheStatsOrBuilder extends
   boolean hasLastReconcile();
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
@@ -247,7 +247,7 @@ public interface CacheStatsOrBuilder extends
   dev.icehouse.v1.CacheReconcileReport getLastReconcile();
   /**
    * <pre>
-   * What was repaired at the last start. Absent: no SSD tier.
+   * What was repaired at the last start. Not set: no SSD tier.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>

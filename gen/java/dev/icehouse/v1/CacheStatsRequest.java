@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Asks for the counters.
+ * Asks for the counters of the prefix cache.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CacheStatsRequest}
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Asks for the counters.
+   * Asks for the counters of the prefix cache.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CacheStatsRequest}

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Counters between two steps.
+ * The counters of the prefix cache between two steps.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CacheStatsResponse}
@@ -21,8 +21,6 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private CacheStatsResponse() {
-    slowestRequests_ = java.util.Collections.emptyList();
-    tenants_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -84,64 +82,26 @@ private static final long serialVersionUID = 0L;
     return collectTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : collectTime_;
   }
 
-  public static final int ENGINE_FIELD_NUMBER = 2;
-  private dev.icehouse.v1.EngineStats engine_;
-  /**
-   * <pre>
-   * The engine's counters.
-   * </pre>
-   *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   * @return Whether the engine field is set.
-   */
-  @java.lang.Override
-  public boolean hasEngine() {
-    return ((bitField0_ & 0x00000002) != 0);
-  }
-  /**
-   * <pre>
-   * The engine's counters.
-   * </pre>
-   *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   * @return The engine.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.EngineStats getEngine() {
-    return engine_ == null ? dev.icehouse.v1.EngineStats.getDefaultInstance() : engine_;
-  }
-  /**
-   * <pre>
-   * The engine's counters.
-   * </pre>
-   *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.EngineStatsOrBuilder getEngineOrBuilder() {
-    return engine_ == null ? dev.icehouse.v1.EngineStats.getDefaultInstance() : engine_;
-  }
-
-  public static final int CACHE_FIELD_NUMBER = 3;
+  public static final int CACHE_FIELD_NUMBER = 2;
   private dev.icehouse.v1.CacheStats cache_;
   /**
    * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    * @return Whether the cache field is set.
    */
   @java.lang.Override
   public boolean hasCache() {
-    return ((bitField0_ & 0x00000004) != 0);
+    return ((bitField0_ & 0x00000002) != 0);
   }
   /**
    * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    * @return The cache.
    */
   @java.lang.Override
@@ -150,151 +110,14 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CacheStatsOrBuilder getCacheOrBuilder() {
     return cache_ == null ? dev.icehouse.v1.CacheStats.getDefaultInstance() : cache_;
-  }
-
-  public static final int SLOWEST_REQUESTS_FIELD_NUMBER = 10;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.SlowRequest> slowestRequests_;
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.SlowRequest> getSlowestRequestsList() {
-    return slowestRequests_;
-  }
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.SlowRequestOrBuilder> 
-      getSlowestRequestsOrBuilderList() {
-    return slowestRequests_;
-  }
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  @java.lang.Override
-  public int getSlowestRequestsCount() {
-    return slowestRequests_.size();
-  }
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.SlowRequest getSlowestRequests(int index) {
-    return slowestRequests_.get(index);
-  }
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.SlowRequestOrBuilder getSlowestRequestsOrBuilder(
-      int index) {
-    return slowestRequests_.get(index);
-  }
-
-  public static final int TENANTS_FIELD_NUMBER = 20;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.TenantStats> tenants_;
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.TenantStats> getTenantsList() {
-    return tenants_;
-  }
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.TenantStatsOrBuilder> 
-      getTenantsOrBuilderList() {
-    return tenants_;
-  }
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  @java.lang.Override
-  public int getTenantsCount() {
-    return tenants_.size();
-  }
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TenantStats getTenants(int index) {
-    return tenants_.get(index);
-  }
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TenantStatsOrBuilder getTenantsOrBuilder(
-      int index) {
-    return tenants_.get(index);
   }
 
   private byte memoizedIsInitialized = -1;
@@ -315,16 +138,7 @@ private static final long serialVersionUID = 0L;
       output.writeMessage(1, getCollectTime());
     }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(2, getEngine());
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(3, getCache());
-    }
-    for (int i = 0; i < slowestRequests_.size(); i++) {
-      output.writeMessage(10, slowestRequests_.get(i));
-    }
-    for (int i = 0; i < tenants_.size(); i++) {
-      output.writeMessage(20, tenants_.get(i));
+      output.writeMessage(2, getCache());
     }
     getUnknownFields().writeTo(output);
   }
@@ -341,19 +155,7 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(2, getEngine());
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, getCache());
-    }
-    for (int i = 0; i < slowestRequests_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, slowestRequests_.get(i));
-    }
-    for (int i = 0; i < tenants_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(20, tenants_.get(i));
+        .computeMessageSize(2, getCache());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -375,20 +177,11 @@ private static final long serialVersionUID = 0L;
       if (!getCollectTime()
           .equals(other.getCollectTime())) return false;
     }
-    if (hasEngine() != other.hasEngine()) return false;
-    if (hasEngine()) {
-      if (!getEngine()
-          .equals(other.getEngine())) return false;
-    }
     if (hasCache() != other.hasCache()) return false;
     if (hasCache()) {
       if (!getCache()
           .equals(other.getCache())) return false;
     }
-    if (!getSlowestRequestsList()
-        .equals(other.getSlowestRequestsList())) return false;
-    if (!getTenantsList()
-        .equals(other.getTenantsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -404,21 +197,9 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + COLLECT_TIME_FIELD_NUMBER;
       hash = (53 * hash) + getCollectTime().hashCode();
     }
-    if (hasEngine()) {
-      hash = (37 * hash) + ENGINE_FIELD_NUMBER;
-      hash = (53 * hash) + getEngine().hashCode();
-    }
     if (hasCache()) {
       hash = (37 * hash) + CACHE_FIELD_NUMBER;
       hash = (53 * hash) + getCache().hashCode();
-    }
-    if (getSlowestRequestsCount() > 0) {
-      hash = (37 * hash) + SLOWEST_REQUESTS_FIELD_NUMBER;
-      hash = (53 * hash) + getSlowestRequestsList().hashCode();
-    }
-    if (getTenantsCount() > 0) {
-      hash = (37 * hash) + TENANTS_FIELD_NUMBER;
-      hash = (53 * hash) + getTenantsList().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -519,7 +300,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Counters between two steps.
+   * The counters of the prefix cache between two steps.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CacheStatsResponse}
@@ -555,10 +336,7 @@ private static final long serialVersionUID = 0L;
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
         getCollectTimeFieldBuilder();
-        getEngineFieldBuilder();
         getCacheFieldBuilder();
-        getSlowestRequestsFieldBuilder();
-        getTenantsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -570,30 +348,11 @@ private static final long serialVersionUID = 0L;
         collectTimeBuilder_.dispose();
         collectTimeBuilder_ = null;
       }
-      engine_ = null;
-      if (engineBuilder_ != null) {
-        engineBuilder_.dispose();
-        engineBuilder_ = null;
-      }
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
         cacheBuilder_ = null;
       }
-      if (slowestRequestsBuilder_ == null) {
-        slowestRequests_ = java.util.Collections.emptyList();
-      } else {
-        slowestRequests_ = null;
-        slowestRequestsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000008);
-      if (tenantsBuilder_ == null) {
-        tenants_ = java.util.Collections.emptyList();
-      } else {
-        tenants_ = null;
-        tenantsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000010);
       return this;
     }
 
@@ -620,31 +379,9 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public dev.icehouse.v1.CacheStatsResponse buildPartial() {
       dev.icehouse.v1.CacheStatsResponse result = new dev.icehouse.v1.CacheStatsResponse(this);
-      buildPartialRepeatedFields(result);
       if (bitField0_ != 0) { buildPartial0(result); }
       onBuilt();
       return result;
-    }
-
-    private void buildPartialRepeatedFields(dev.icehouse.v1.CacheStatsResponse result) {
-      if (slowestRequestsBuilder_ == null) {
-        if (((bitField0_ & 0x00000008) != 0)) {
-          slowestRequests_ = java.util.Collections.unmodifiableList(slowestRequests_);
-          bitField0_ = (bitField0_ & ~0x00000008);
-        }
-        result.slowestRequests_ = slowestRequests_;
-      } else {
-        result.slowestRequests_ = slowestRequestsBuilder_.build();
-      }
-      if (tenantsBuilder_ == null) {
-        if (((bitField0_ & 0x00000010) != 0)) {
-          tenants_ = java.util.Collections.unmodifiableList(tenants_);
-          bitField0_ = (bitField0_ & ~0x00000010);
-        }
-        result.tenants_ = tenants_;
-      } else {
-        result.tenants_ = tenantsBuilder_.build();
-      }
     }
 
     private void buildPartial0(dev.icehouse.v1.CacheStatsResponse result) {
@@ -657,16 +394,10 @@ private static final long serialVersionUID = 0L;
         to_bitField0_ |= 0x00000001;
       }
       if (((from_bitField0_ & 0x00000002) != 0)) {
-        result.engine_ = engineBuilder_ == null
-            ? engine_
-            : engineBuilder_.build();
-        to_bitField0_ |= 0x00000002;
-      }
-      if (((from_bitField0_ & 0x00000004) != 0)) {
         result.cache_ = cacheBuilder_ == null
             ? cache_
             : cacheBuilder_.build();
-        to_bitField0_ |= 0x00000004;
+        to_bitField0_ |= 0x00000002;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -718,63 +449,8 @@ private static final long serialVersionUID = 0L;
       if (other.hasCollectTime()) {
         mergeCollectTime(other.getCollectTime());
       }
-      if (other.hasEngine()) {
-        mergeEngine(other.getEngine());
-      }
       if (other.hasCache()) {
         mergeCache(other.getCache());
-      }
-      if (slowestRequestsBuilder_ == null) {
-        if (!other.slowestRequests_.isEmpty()) {
-          if (slowestRequests_.isEmpty()) {
-            slowestRequests_ = other.slowestRequests_;
-            bitField0_ = (bitField0_ & ~0x00000008);
-          } else {
-            ensureSlowestRequestsIsMutable();
-            slowestRequests_.addAll(other.slowestRequests_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.slowestRequests_.isEmpty()) {
-          if (slowestRequestsBuilder_.isEmpty()) {
-            slowestRequestsBuilder_.dispose();
-            slowestRequestsBuilder_ = null;
-            slowestRequests_ = other.slowestRequests_;
-            bitField0_ = (bitField0_ & ~0x00000008);
-            slowestRequestsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getSlowestRequestsFieldBuilder() : null;
-          } else {
-            slowestRequestsBuilder_.addAllMessages(other.slowestRequests_);
-          }
-        }
-      }
-      if (tenantsBuilder_ == null) {
-        if (!other.tenants_.isEmpty()) {
-          if (tenants_.isEmpty()) {
-            tenants_ = other.tenants_;
-            bitField0_ = (bitField0_ & ~0x00000010);
-          } else {
-            ensureTenantsIsMutable();
-            tenants_.addAll(other.tenants_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.tenants_.isEmpty()) {
-          if (tenantsBuilder_.isEmpty()) {
-            tenantsBuilder_.dispose();
-            tenantsBuilder_ = null;
-            tenants_ = other.tenants_;
-            bitField0_ = (bitField0_ & ~0x00000010);
-            tenantsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getTenantsFieldBuilder() : null;
-          } else {
-            tenantsBuilder_.addAllMessages(other.tenants_);
-          }
-        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -811,44 +487,11 @@ private static final long serialVersionUID = 0L;
             } // case 10
             case 18: {
               input.readMessage(
-                  getEngineFieldBuilder().getBuilder(),
+                  getCacheFieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000002;
               break;
             } // case 18
-            case 26: {
-              input.readMessage(
-                  getCacheFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00000004;
-              break;
-            } // case 26
-            case 82: {
-              dev.icehouse.v1.SlowRequest m =
-                  input.readMessage(
-                      dev.icehouse.v1.SlowRequest.parser(),
-                      extensionRegistry);
-              if (slowestRequestsBuilder_ == null) {
-                ensureSlowestRequestsIsMutable();
-                slowestRequests_.add(m);
-              } else {
-                slowestRequestsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 82
-            case 162: {
-              dev.icehouse.v1.TenantStats m =
-                  input.readMessage(
-                      dev.icehouse.v1.TenantStats.parser(),
-                      extensionRegistry);
-              if (tenantsBuilder_ == null) {
-                ensureTenantsIsMutable();
-                tenants_.add(m);
-              } else {
-                tenantsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 162
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1023,183 +666,26 @@ private static final long serialVersionUID = 0L;
       return collectTimeBuilder_;
     }
 
-    private dev.icehouse.v1.EngineStats engine_;
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.EngineStats, dev.icehouse.v1.EngineStats.Builder, dev.icehouse.v1.EngineStatsOrBuilder> engineBuilder_;
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     * @return Whether the engine field is set.
-     */
-    public boolean hasEngine() {
-      return ((bitField0_ & 0x00000002) != 0);
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     * @return The engine.
-     */
-    public dev.icehouse.v1.EngineStats getEngine() {
-      if (engineBuilder_ == null) {
-        return engine_ == null ? dev.icehouse.v1.EngineStats.getDefaultInstance() : engine_;
-      } else {
-        return engineBuilder_.getMessage();
-      }
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public Builder setEngine(dev.icehouse.v1.EngineStats value) {
-      if (engineBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        engine_ = value;
-      } else {
-        engineBuilder_.setMessage(value);
-      }
-      bitField0_ |= 0x00000002;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public Builder setEngine(
-        dev.icehouse.v1.EngineStats.Builder builderForValue) {
-      if (engineBuilder_ == null) {
-        engine_ = builderForValue.build();
-      } else {
-        engineBuilder_.setMessage(builderForValue.build());
-      }
-      bitField0_ |= 0x00000002;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public Builder mergeEngine(dev.icehouse.v1.EngineStats value) {
-      if (engineBuilder_ == null) {
-        if (((bitField0_ & 0x00000002) != 0) &&
-          engine_ != null &&
-          engine_ != dev.icehouse.v1.EngineStats.getDefaultInstance()) {
-          getEngineBuilder().mergeFrom(value);
-        } else {
-          engine_ = value;
-        }
-      } else {
-        engineBuilder_.mergeFrom(value);
-      }
-      if (engine_ != null) {
-        bitField0_ |= 0x00000002;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public Builder clearEngine() {
-      bitField0_ = (bitField0_ & ~0x00000002);
-      engine_ = null;
-      if (engineBuilder_ != null) {
-        engineBuilder_.dispose();
-        engineBuilder_ = null;
-      }
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public dev.icehouse.v1.EngineStats.Builder getEngineBuilder() {
-      bitField0_ |= 0x00000002;
-      onChanged();
-      return getEngineFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    public dev.icehouse.v1.EngineStatsOrBuilder getEngineOrBuilder() {
-      if (engineBuilder_ != null) {
-        return engineBuilder_.getMessageOrBuilder();
-      } else {
-        return engine_ == null ?
-            dev.icehouse.v1.EngineStats.getDefaultInstance() : engine_;
-      }
-    }
-    /**
-     * <pre>
-     * The engine's counters.
-     * </pre>
-     *
-     * <code>.icehouse.v1.EngineStats engine = 2;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.EngineStats, dev.icehouse.v1.EngineStats.Builder, dev.icehouse.v1.EngineStatsOrBuilder> 
-        getEngineFieldBuilder() {
-      if (engineBuilder_ == null) {
-        engineBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.EngineStats, dev.icehouse.v1.EngineStats.Builder, dev.icehouse.v1.EngineStatsOrBuilder>(
-                getEngine(),
-                getParentForChildren(),
-                isClean());
-        engine_ = null;
-      }
-      return engineBuilder_;
-    }
-
     private dev.icehouse.v1.CacheStats cache_;
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CacheStats, dev.icehouse.v1.CacheStats.Builder, dev.icehouse.v1.CacheStatsOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00000004) != 0);
+      return ((bitField0_ & 0x00000002) != 0);
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CacheStats getCache() {
@@ -1211,10 +697,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public Builder setCache(dev.icehouse.v1.CacheStats value) {
       if (cacheBuilder_ == null) {
@@ -1225,16 +711,16 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000002;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CacheStats.Builder builderForValue) {
@@ -1243,20 +729,20 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000002;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CacheStats value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000004) != 0) &&
+        if (((bitField0_ & 0x00000002) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CacheStats.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -1267,20 +753,20 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00000004;
+        bitField0_ |= 0x00000002;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000004);
+      bitField0_ = (bitField0_ & ~0x00000002);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -1291,22 +777,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public dev.icehouse.v1.CacheStats.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000002;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     public dev.icehouse.v1.CacheStatsOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -1318,10 +804,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The prefix cache's counters. Absent: the server runs without a prefix cache.
+     * The counters. Not set: the server runs without a prefix cache.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheStats cache = 3;</code>
+     * <code>.icehouse.v1.CacheStats cache = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CacheStats, dev.icehouse.v1.CacheStats.Builder, dev.icehouse.v1.CacheStatsOrBuilder> 
@@ -1335,684 +821,6 @@ private static final long serialVersionUID = 0L;
         cache_ = null;
       }
       return cacheBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.SlowRequest> slowestRequests_ =
-      java.util.Collections.emptyList();
-    private void ensureSlowestRequestsIsMutable() {
-      if (!((bitField0_ & 0x00000008) != 0)) {
-        slowestRequests_ = new java.util.ArrayList<dev.icehouse.v1.SlowRequest>(slowestRequests_);
-        bitField0_ |= 0x00000008;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.SlowRequest, dev.icehouse.v1.SlowRequest.Builder, dev.icehouse.v1.SlowRequestOrBuilder> slowestRequestsBuilder_;
-
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.SlowRequest> getSlowestRequestsList() {
-      if (slowestRequestsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(slowestRequests_);
-      } else {
-        return slowestRequestsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public int getSlowestRequestsCount() {
-      if (slowestRequestsBuilder_ == null) {
-        return slowestRequests_.size();
-      } else {
-        return slowestRequestsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public dev.icehouse.v1.SlowRequest getSlowestRequests(int index) {
-      if (slowestRequestsBuilder_ == null) {
-        return slowestRequests_.get(index);
-      } else {
-        return slowestRequestsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder setSlowestRequests(
-        int index, dev.icehouse.v1.SlowRequest value) {
-      if (slowestRequestsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.set(index, value);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder setSlowestRequests(
-        int index, dev.icehouse.v1.SlowRequest.Builder builderForValue) {
-      if (slowestRequestsBuilder_ == null) {
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder addSlowestRequests(dev.icehouse.v1.SlowRequest value) {
-      if (slowestRequestsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.add(value);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder addSlowestRequests(
-        int index, dev.icehouse.v1.SlowRequest value) {
-      if (slowestRequestsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.add(index, value);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder addSlowestRequests(
-        dev.icehouse.v1.SlowRequest.Builder builderForValue) {
-      if (slowestRequestsBuilder_ == null) {
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.add(builderForValue.build());
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder addSlowestRequests(
-        int index, dev.icehouse.v1.SlowRequest.Builder builderForValue) {
-      if (slowestRequestsBuilder_ == null) {
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder addAllSlowestRequests(
-        java.lang.Iterable<? extends dev.icehouse.v1.SlowRequest> values) {
-      if (slowestRequestsBuilder_ == null) {
-        ensureSlowestRequestsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, slowestRequests_);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder clearSlowestRequests() {
-      if (slowestRequestsBuilder_ == null) {
-        slowestRequests_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000008);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public Builder removeSlowestRequests(int index) {
-      if (slowestRequestsBuilder_ == null) {
-        ensureSlowestRequestsIsMutable();
-        slowestRequests_.remove(index);
-        onChanged();
-      } else {
-        slowestRequestsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public dev.icehouse.v1.SlowRequest.Builder getSlowestRequestsBuilder(
-        int index) {
-      return getSlowestRequestsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public dev.icehouse.v1.SlowRequestOrBuilder getSlowestRequestsOrBuilder(
-        int index) {
-      if (slowestRequestsBuilder_ == null) {
-        return slowestRequests_.get(index);  } else {
-        return slowestRequestsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.SlowRequestOrBuilder> 
-         getSlowestRequestsOrBuilderList() {
-      if (slowestRequestsBuilder_ != null) {
-        return slowestRequestsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(slowestRequests_);
-      }
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public dev.icehouse.v1.SlowRequest.Builder addSlowestRequestsBuilder() {
-      return getSlowestRequestsFieldBuilder().addBuilder(
-          dev.icehouse.v1.SlowRequest.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public dev.icehouse.v1.SlowRequest.Builder addSlowestRequestsBuilder(
-        int index) {
-      return getSlowestRequestsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.SlowRequest.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-     * first; at most 10. A tenant sees its own, an operator those of all.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.SlowRequest.Builder> 
-         getSlowestRequestsBuilderList() {
-      return getSlowestRequestsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.SlowRequest, dev.icehouse.v1.SlowRequest.Builder, dev.icehouse.v1.SlowRequestOrBuilder> 
-        getSlowestRequestsFieldBuilder() {
-      if (slowestRequestsBuilder_ == null) {
-        slowestRequestsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.SlowRequest, dev.icehouse.v1.SlowRequest.Builder, dev.icehouse.v1.SlowRequestOrBuilder>(
-                slowestRequests_,
-                ((bitField0_ & 0x00000008) != 0),
-                getParentForChildren(),
-                isClean());
-        slowestRequests_ = null;
-      }
-      return slowestRequestsBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.TenantStats> tenants_ =
-      java.util.Collections.emptyList();
-    private void ensureTenantsIsMutable() {
-      if (!((bitField0_ & 0x00000010) != 0)) {
-        tenants_ = new java.util.ArrayList<dev.icehouse.v1.TenantStats>(tenants_);
-        bitField0_ |= 0x00000010;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TenantStats, dev.icehouse.v1.TenantStats.Builder, dev.icehouse.v1.TenantStatsOrBuilder> tenantsBuilder_;
-
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TenantStats> getTenantsList() {
-      if (tenantsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(tenants_);
-      } else {
-        return tenantsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public int getTenantsCount() {
-      if (tenantsBuilder_ == null) {
-        return tenants_.size();
-      } else {
-        return tenantsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public dev.icehouse.v1.TenantStats getTenants(int index) {
-      if (tenantsBuilder_ == null) {
-        return tenants_.get(index);
-      } else {
-        return tenantsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder setTenants(
-        int index, dev.icehouse.v1.TenantStats value) {
-      if (tenantsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureTenantsIsMutable();
-        tenants_.set(index, value);
-        onChanged();
-      } else {
-        tenantsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder setTenants(
-        int index, dev.icehouse.v1.TenantStats.Builder builderForValue) {
-      if (tenantsBuilder_ == null) {
-        ensureTenantsIsMutable();
-        tenants_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        tenantsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder addTenants(dev.icehouse.v1.TenantStats value) {
-      if (tenantsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureTenantsIsMutable();
-        tenants_.add(value);
-        onChanged();
-      } else {
-        tenantsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder addTenants(
-        int index, dev.icehouse.v1.TenantStats value) {
-      if (tenantsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureTenantsIsMutable();
-        tenants_.add(index, value);
-        onChanged();
-      } else {
-        tenantsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder addTenants(
-        dev.icehouse.v1.TenantStats.Builder builderForValue) {
-      if (tenantsBuilder_ == null) {
-        ensureTenantsIsMutable();
-        tenants_.add(builderForValue.build());
-        onChanged();
-      } else {
-        tenantsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder addTenants(
-        int index, dev.icehouse.v1.TenantStats.Builder builderForValue) {
-      if (tenantsBuilder_ == null) {
-        ensureTenantsIsMutable();
-        tenants_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        tenantsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder addAllTenants(
-        java.lang.Iterable<? extends dev.icehouse.v1.TenantStats> values) {
-      if (tenantsBuilder_ == null) {
-        ensureTenantsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, tenants_);
-        onChanged();
-      } else {
-        tenantsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder clearTenants() {
-      if (tenantsBuilder_ == null) {
-        tenants_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000010);
-        onChanged();
-      } else {
-        tenantsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public Builder removeTenants(int index) {
-      if (tenantsBuilder_ == null) {
-        ensureTenantsIsMutable();
-        tenants_.remove(index);
-        onChanged();
-      } else {
-        tenantsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public dev.icehouse.v1.TenantStats.Builder getTenantsBuilder(
-        int index) {
-      return getTenantsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public dev.icehouse.v1.TenantStatsOrBuilder getTenantsOrBuilder(
-        int index) {
-      if (tenantsBuilder_ == null) {
-        return tenants_.get(index);  } else {
-        return tenantsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.TenantStatsOrBuilder> 
-         getTenantsOrBuilderList() {
-      if (tenantsBuilder_ != null) {
-        return tenantsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(tenants_);
-      }
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public dev.icehouse.v1.TenantStats.Builder addTenantsBuilder() {
-      return getTenantsFieldBuilder().addBuilder(
-          dev.icehouse.v1.TenantStats.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public dev.icehouse.v1.TenantStats.Builder addTenantsBuilder(
-        int index) {
-      return getTenantsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.TenantStats.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-     * only operators get the whole message: others get `collect_time`, their own entry here and
-     * their own slowest requests.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TenantStats.Builder> 
-         getTenantsBuilderList() {
-      return getTenantsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TenantStats, dev.icehouse.v1.TenantStats.Builder, dev.icehouse.v1.TenantStatsOrBuilder> 
-        getTenantsFieldBuilder() {
-      if (tenantsBuilder_ == null) {
-        tenantsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.TenantStats, dev.icehouse.v1.TenantStats.Builder, dev.icehouse.v1.TenantStatsOrBuilder>(
-                tenants_,
-                ((bitField0_ & 0x00000010) != 0),
-                getParentForChildren(),
-                isClean());
-        tenants_ = null;
-      }
-      return tenantsBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

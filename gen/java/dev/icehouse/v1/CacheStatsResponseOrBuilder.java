@@ -37,158 +37,28 @@ public interface CacheStatsResponseOrBuilder extends
 
   /**
    * <pre>
-   * The engine's counters.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   * @return Whether the engine field is set.
-   */
-  boolean hasEngine();
-  /**
-   * <pre>
-   * The engine's counters.
-   * </pre>
-   *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   * @return The engine.
-   */
-  dev.icehouse.v1.EngineStats getEngine();
-  /**
-   * <pre>
-   * The engine's counters.
-   * </pre>
-   *
-   * <code>.icehouse.v1.EngineStats engine = 2;</code>
-   */
-  dev.icehouse.v1.EngineStatsOrBuilder getEngineOrBuilder();
-
-  /**
-   * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    * @return Whether the cache field is set.
    */
   boolean hasCache();
   /**
    * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    * @return The cache.
    */
   dev.icehouse.v1.CacheStats getCache();
   /**
    * <pre>
-   * The prefix cache's counters. Absent: the server runs without a prefix cache.
+   * The counters. Not set: the server runs without a prefix cache.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheStats cache = 3;</code>
+   * <code>.icehouse.v1.CacheStats cache = 2;</code>
    */
   dev.icehouse.v1.CacheStatsOrBuilder getCacheOrBuilder();
-
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  java.util.List<dev.icehouse.v1.SlowRequest> 
-      getSlowestRequestsList();
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  dev.icehouse.v1.SlowRequest getSlowestRequests(int index);
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  int getSlowestRequestsCount();
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.SlowRequestOrBuilder> 
-      getSlowestRequestsOrBuilderList();
-  /**
-   * <pre>
-   * The slowest of the last 512 requests that left the queue, not older than ten minutes, the slowest
-   * first; at most 10. A tenant sees its own, an operator those of all.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.SlowRequest slowest_requests = 10;</code>
-   */
-  dev.icehouse.v1.SlowRequestOrBuilder getSlowestRequestsOrBuilder(
-      int index);
-
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  java.util.List<dev.icehouse.v1.TenantStats> 
-      getTenantsList();
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  dev.icehouse.v1.TenantStats getTenants(int index);
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  int getTenantsCount();
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.TenantStatsOrBuilder> 
-      getTenantsOrBuilderList();
-  /**
-   * <pre>
-   * One entry for each tenant that has sent a request, at most 1024. Where callers prove who they are,
-   * only operators get the whole message: others get `collect_time`, their own entry here and
-   * their own slowest requests.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TenantStats tenants = 20;</code>
-   */
-  dev.icehouse.v1.TenantStatsOrBuilder getTenantsOrBuilder(
-      int index);
 }

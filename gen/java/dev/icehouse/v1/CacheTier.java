@@ -31,7 +31,7 @@ public enum CacheTier
   CACHE_TIER_RAM(1),
   /**
    * <pre>
-   * On SSD only.
+   * Only on SSD.
    * </pre>
    *
    * <code>CACHE_TIER_SSD = 2;</code>
@@ -58,7 +58,7 @@ public enum CacheTier
   public static final int CACHE_TIER_RAM_VALUE = 1;
   /**
    * <pre>
-   * On SSD only.
+   * Only on SSD.
    * </pre>
    *
    * <code>CACHE_TIER_SSD = 2;</code>

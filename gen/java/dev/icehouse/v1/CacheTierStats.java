@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   private long blockCount_ = 0L;
   /**
    * <pre>
-   * Blocks, tails included.
+   * Blocks, including tails.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
@@ -78,7 +78,7 @@ private static final long serialVersionUID = 0L;
   private long pinnedBlockCount_ = 0L;
   /**
    * <pre>
-   * Of these, blocks that policy may not evict.
+   * Of these, pinned blocks, which policy does not evict.
    * </pre>
    *
    * <code>int64 pinned_block_count = 3;</code>
@@ -123,7 +123,7 @@ private static final long serialVersionUID = 0L;
   private long limitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes.
+   * Maximum bytes.
    * </pre>
    *
    * <code>int64 limit_bytes = 6;</code>
@@ -168,7 +168,7 @@ private static final long serialVersionUID = 0L;
   private long purgedBlockTotal_ = 0L;
   /**
    * <pre>
-   * Blocks removed by order (Evict, `icehouse cache purge`).
+   * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
    * </pre>
    *
    * <code>int64 purged_block_total = 9;</code>
@@ -787,7 +787,7 @@ private static final long serialVersionUID = 0L;
     private long blockCount_ ;
     /**
      * <pre>
-     * Blocks, tails included.
+     * Blocks, including tails.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -799,7 +799,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks, tails included.
+     * Blocks, including tails.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -815,7 +815,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks, tails included.
+     * Blocks, including tails.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -875,7 +875,7 @@ private static final long serialVersionUID = 0L;
     private long pinnedBlockCount_ ;
     /**
      * <pre>
-     * Of these, blocks that policy may not evict.
+     * Of these, pinned blocks, which policy does not evict.
      * </pre>
      *
      * <code>int64 pinned_block_count = 3;</code>
@@ -887,7 +887,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, blocks that policy may not evict.
+     * Of these, pinned blocks, which policy does not evict.
      * </pre>
      *
      * <code>int64 pinned_block_count = 3;</code>
@@ -903,7 +903,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, blocks that policy may not evict.
+     * Of these, pinned blocks, which policy does not evict.
      * </pre>
      *
      * <code>int64 pinned_block_count = 3;</code>
@@ -1007,7 +1007,7 @@ private static final long serialVersionUID = 0L;
     private long limitBytes_ ;
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 6;</code>
@@ -1019,7 +1019,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 6;</code>
@@ -1035,7 +1035,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes.
+     * Maximum bytes.
      * </pre>
      *
      * <code>int64 limit_bytes = 6;</code>
@@ -1139,7 +1139,7 @@ private static final long serialVersionUID = 0L;
     private long purgedBlockTotal_ ;
     /**
      * <pre>
-     * Blocks removed by order (Evict, `icehouse cache purge`).
+     * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
      * </pre>
      *
      * <code>int64 purged_block_total = 9;</code>
@@ -1151,7 +1151,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks removed by order (Evict, `icehouse cache purge`).
+     * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
      * </pre>
      *
      * <code>int64 purged_block_total = 9;</code>
@@ -1167,7 +1167,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks removed by order (Evict, `icehouse cache purge`).
+     * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
      * </pre>
      *
      * <code>int64 purged_block_total = 9;</code>

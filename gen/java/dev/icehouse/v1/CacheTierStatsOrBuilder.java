@@ -10,7 +10,7 @@ public interface CacheTierStatsOrBuilder extends
 
   /**
    * <pre>
-   * Blocks, tails included.
+   * Blocks, including tails.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
@@ -30,7 +30,7 @@ public interface CacheTierStatsOrBuilder extends
 
   /**
    * <pre>
-   * Of these, blocks that policy may not evict.
+   * Of these, pinned blocks, which policy does not evict.
    * </pre>
    *
    * <code>int64 pinned_block_count = 3;</code>
@@ -60,7 +60,7 @@ public interface CacheTierStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes.
+   * Maximum bytes.
    * </pre>
    *
    * <code>int64 limit_bytes = 6;</code>
@@ -90,7 +90,7 @@ public interface CacheTierStatsOrBuilder extends
 
   /**
    * <pre>
-   * Blocks removed by order (Evict, `icehouse cache purge`).
+   * Blocks removed by command (Evict, EvictAll, `icehouse cache purge`).
    * </pre>
    *
    * <code>int64 purged_block_total = 9;</code>

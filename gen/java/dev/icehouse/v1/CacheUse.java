@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Which ways the prefix cache may be used. The output is the same with each of them.
+ * How a request uses the prefix cache. The output is the same with each of them.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.CacheUse}
@@ -23,7 +23,7 @@ public enum CacheUse
   CACHE_USE_UNSPECIFIED(0),
   /**
    * <pre>
-   * Reuse what is known and keep what is computed.
+   * Reuse what is cached and keep what is computed.
    * </pre>
    *
    * <code>CACHE_USE_READ_WRITE = 1;</code>
@@ -31,7 +31,7 @@ public enum CacheUse
   CACHE_USE_READ_WRITE(1),
   /**
    * <pre>
-   * Reuse what is known, keep nothing.
+   * Reuse what is cached, keep nothing.
    * </pre>
    *
    * <code>CACHE_USE_READ_ONLY = 2;</code>
@@ -66,7 +66,7 @@ public enum CacheUse
   public static final int CACHE_USE_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * Reuse what is known and keep what is computed.
+   * Reuse what is cached and keep what is computed.
    * </pre>
    *
    * <code>CACHE_USE_READ_WRITE = 1;</code>
@@ -74,7 +74,7 @@ public enum CacheUse
   public static final int CACHE_USE_READ_WRITE_VALUE = 1;
   /**
    * <pre>
-   * Reuse what is known, keep nothing.
+   * Reuse what is cached, keep nothing.
    * </pre>
    *
    * <code>CACHE_USE_READ_ONLY = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Names a request to end.
+ * A request to cancel.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CancelRequestRequest}
@@ -98,8 +98,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object tenant_ = "";
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>
@@ -111,8 +112,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>
@@ -133,8 +135,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>
@@ -328,7 +331,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Names a request to end.
+   * A request to cancel.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CancelRequestRequest}
@@ -612,8 +615,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object tenant_ = "";
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>
@@ -624,8 +628,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>
@@ -645,8 +650,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>
@@ -667,8 +673,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>
@@ -685,8 +692,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>
@@ -700,8 +708,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+     * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+     * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+     * this id.
      * </pre>
      *
      * <code>optional string tenant = 2;</code>

@@ -30,8 +30,9 @@ public interface CancelRequestRequestOrBuilder extends
 
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>
@@ -40,8 +41,9 @@ public interface CancelRequestRequestOrBuilder extends
   boolean hasTenant();
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>
@@ -50,8 +52,9 @@ public interface CancelRequestRequestOrBuilder extends
   java.lang.String getTenant();
   /**
    * <pre>
-   * Whose it is, for operators: several tenants may have requests of the same id, and one of them must then
-   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Absent: the only one of this id.
+   * Its tenant, for operators: several tenants may have requests with the same id, and one of them must then
+   * be named (PARAMETER_OUT_OF_RANGE); "" is the default tenant. Default: the tenant of the only request with
+   * this id.
    * </pre>
    *
    * <code>optional string tenant = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * The request is told to end.
+ * The request is cancelled.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.CancelRequestResponse}
@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.RequestInfo request_;
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -60,7 +60,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -246,7 +246,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The request is told to end.
+   * The request is cancelled.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.CancelRequestResponse}
@@ -438,7 +438,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.RequestInfo, dev.icehouse.v1.RequestInfo.Builder, dev.icehouse.v1.RequestInfoOrBuilder> requestBuilder_;
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -449,7 +449,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -464,7 +464,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -484,7 +484,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -502,7 +502,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -527,7 +527,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -544,7 +544,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -556,7 +556,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -571,7 +571,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it was when that was said.
+     * The request as it was when it was cancelled.
      * </pre>
      *
      * <code>.icehouse.v1.RequestInfo request = 1;</code>

@@ -10,7 +10,7 @@ public interface CancelRequestResponseOrBuilder extends
 
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -19,7 +19,7 @@ public interface CancelRequestResponseOrBuilder extends
   boolean hasRequest();
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>
@@ -28,7 +28,7 @@ public interface CancelRequestResponseOrBuilder extends
   dev.icehouse.v1.RequestInfo getRequest();
   /**
    * <pre>
-   * What it was when that was said.
+   * The request as it was when it was cancelled.
    * </pre>
    *
    * <code>.icehouse.v1.RequestInfo request = 1;</code>

@@ -21,7 +21,7 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private ChatMessage() {
-    role_ = "";
+    role_ = 0;
     content_ = "";
     name_ = "";
     reasoning_ = "";
@@ -29,6 +29,7 @@ private static final long serialVersionUID = 0L;
     toolCallId_ = "";
     tokenIds_ = emptyIntList();
     parts_ = java.util.Collections.emptyList();
+    roleName_ = "";
   }
 
   @java.lang.Override
@@ -40,65 +41,41 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatMessage_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatMessage_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatMessage_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatMessage_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.ChatMessage.class, dev.icehouse.v1.ChatMessage.Builder.class);
   }
 
-  private int bitField0_;
   public static final int ROLE_FIELD_NUMBER = 1;
-  @SuppressWarnings("serial")
-  private volatile java.lang.Object role_ = "";
+  private int role_ = 0;
   /**
    * <pre>
-   * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-   * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+   * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
    * </pre>
    *
-   * <code>string role = 1;</code>
-   * @return The role.
+   * <code>.icehouse.v1.Role role = 1;</code>
+   * @return The enum numeric value on the wire for role.
    */
-  @java.lang.Override
-  public java.lang.String getRole() {
-    java.lang.Object ref = role_;
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      role_ = s;
-      return s;
-    }
+  @java.lang.Override public int getRoleValue() {
+    return role_;
   }
   /**
    * <pre>
-   * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-   * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+   * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
    * </pre>
    *
-   * <code>string role = 1;</code>
-   * @return The bytes for role.
+   * <code>.icehouse.v1.Role role = 1;</code>
+   * @return The role.
    */
-  @java.lang.Override
-  public com.google.protobuf.ByteString
-      getRoleBytes() {
-    java.lang.Object ref = role_;
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      role_ = b;
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
+  @java.lang.Override public dev.icehouse.v1.Role getRole() {
+    dev.icehouse.v1.Role result = dev.icehouse.v1.Role.forNumber(role_);
+    return result == null ? dev.icehouse.v1.Role.UNRECOGNIZED : result;
   }
 
   public static final int CONTENT_FIELD_NUMBER = 2;
@@ -153,24 +130,12 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+   * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+   * of ROLE_TOOL the name in its call.
    * </pre>
    *
-   * <code>optional string name = 3;</code>
-   * @return Whether the name field is set.
-   */
-  @java.lang.Override
-  public boolean hasName() {
-    return ((bitField0_ & 0x00000001) != 0);
-  }
-  /**
-   * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
-   * </pre>
-   *
-   * <code>optional string name = 3;</code>
+   * <code>string name = 3;</code>
    * @return The name.
    */
   @java.lang.Override
@@ -188,11 +153,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+   * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+   * of ROLE_TOOL the name in its call.
    * </pre>
    *
-   * <code>optional string name = 3;</code>
+   * <code>string name = 3;</code>
    * @return The bytes for name.
    */
   @java.lang.Override
@@ -215,8 +181,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object reasoning_ = "";
   /**
    * <pre>
-   * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-   * "assistant"; the template decides which turns keep theirs. Absent: none.
+   * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+   * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
    * </pre>
    *
    * <code>string reasoning = 4;</code>
@@ -237,8 +203,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-   * "assistant"; the template decides which turns keep theirs. Absent: none.
+   * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+   * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
    * </pre>
    *
    * <code>string reasoning = 4;</code>
@@ -264,8 +230,8 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_;
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -276,8 +242,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -289,8 +255,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -301,8 +267,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -313,8 +279,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -330,9 +296,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object toolCallId_ = "";
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-   * put in the calls' order.
+   * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+   * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+   * are put in the order of the calls.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -353,9 +319,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-   * put in the calls' order.
+   * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+   * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+   * are put in the order of the calls.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -382,11 +348,11 @@ private static final long serialVersionUID = 0L;
       emptyIntList();
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -400,11 +366,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -416,11 +382,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -494,6 +460,57 @@ private static final long serialVersionUID = 0L;
     return parts_.get(index);
   }
 
+  public static final int ROLE_NAME_FIELD_NUMBER = 9;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object roleName_ = "";
+  /**
+   * <pre>
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
+   * </pre>
+   *
+   * <code>string role_name = 9;</code>
+   * @return The roleName.
+   */
+  @java.lang.Override
+  public java.lang.String getRoleName() {
+    java.lang.Object ref = roleName_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      roleName_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
+   * </pre>
+   *
+   * <code>string role_name = 9;</code>
+   * @return The bytes for roleName.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getRoleNameBytes() {
+    java.lang.Object ref = roleName_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      roleName_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -509,13 +526,13 @@ private static final long serialVersionUID = 0L;
   public void writeTo(com.google.protobuf.CodedOutputStream output)
                       throws java.io.IOException {
     getSerializedSize();
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(role_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 1, role_);
+    if (role_ != dev.icehouse.v1.Role.ROLE_UNSPECIFIED.getNumber()) {
+      output.writeEnum(1, role_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(content_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 2, content_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(name_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 3, name_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
@@ -537,6 +554,9 @@ private static final long serialVersionUID = 0L;
     for (int i = 0; i < parts_.size(); i++) {
       output.writeMessage(8, parts_.get(i));
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(roleName_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 9, roleName_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -546,13 +566,14 @@ private static final long serialVersionUID = 0L;
     if (size != -1) return size;
 
     size = 0;
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(role_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, role_);
+    if (role_ != dev.icehouse.v1.Role.ROLE_UNSPECIFIED.getNumber()) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeEnumSize(1, role_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(content_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, content_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(name_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(3, name_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
@@ -583,6 +604,9 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(8, parts_.get(i));
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(roleName_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(9, roleName_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -598,15 +622,11 @@ private static final long serialVersionUID = 0L;
     }
     dev.icehouse.v1.ChatMessage other = (dev.icehouse.v1.ChatMessage) obj;
 
-    if (!getRole()
-        .equals(other.getRole())) return false;
+    if (role_ != other.role_) return false;
     if (!getContent()
         .equals(other.getContent())) return false;
-    if (hasName() != other.hasName()) return false;
-    if (hasName()) {
-      if (!getName()
-          .equals(other.getName())) return false;
-    }
+    if (!getName()
+        .equals(other.getName())) return false;
     if (!getReasoning()
         .equals(other.getReasoning())) return false;
     if (!getToolCallsList()
@@ -617,6 +637,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getTokenIdsList())) return false;
     if (!getPartsList()
         .equals(other.getPartsList())) return false;
+    if (!getRoleName()
+        .equals(other.getRoleName())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -629,13 +651,11 @@ private static final long serialVersionUID = 0L;
     int hash = 41;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + ROLE_FIELD_NUMBER;
-    hash = (53 * hash) + getRole().hashCode();
+    hash = (53 * hash) + role_;
     hash = (37 * hash) + CONTENT_FIELD_NUMBER;
     hash = (53 * hash) + getContent().hashCode();
-    if (hasName()) {
-      hash = (37 * hash) + NAME_FIELD_NUMBER;
-      hash = (53 * hash) + getName().hashCode();
-    }
+    hash = (37 * hash) + NAME_FIELD_NUMBER;
+    hash = (53 * hash) + getName().hashCode();
     hash = (37 * hash) + REASONING_FIELD_NUMBER;
     hash = (53 * hash) + getReasoning().hashCode();
     if (getToolCallsCount() > 0) {
@@ -652,6 +672,8 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + PARTS_FIELD_NUMBER;
       hash = (53 * hash) + getPartsList().hashCode();
     }
+    hash = (37 * hash) + ROLE_NAME_FIELD_NUMBER;
+    hash = (53 * hash) + getRoleName().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -762,13 +784,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.ChatMessageOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatMessage_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatMessage_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatMessage_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatMessage_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.ChatMessage.class, dev.icehouse.v1.ChatMessage.Builder.class);
     }
@@ -787,7 +809,7 @@ private static final long serialVersionUID = 0L;
     public Builder clear() {
       super.clear();
       bitField0_ = 0;
-      role_ = "";
+      role_ = 0;
       content_ = "";
       name_ = "";
       reasoning_ = "";
@@ -807,13 +829,14 @@ private static final long serialVersionUID = 0L;
         partsBuilder_.clear();
       }
       bitField0_ = (bitField0_ & ~0x00000080);
+      roleName_ = "";
       return this;
     }
 
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatMessage_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatMessage_descriptor;
     }
 
     @java.lang.Override
@@ -868,10 +891,8 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000002) != 0)) {
         result.content_ = content_;
       }
-      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000004) != 0)) {
         result.name_ = name_;
-        to_bitField0_ |= 0x00000001;
       }
       if (((from_bitField0_ & 0x00000008) != 0)) {
         result.reasoning_ = reasoning_;
@@ -883,7 +904,9 @@ private static final long serialVersionUID = 0L;
         tokenIds_.makeImmutable();
         result.tokenIds_ = tokenIds_;
       }
-      result.bitField0_ |= to_bitField0_;
+      if (((from_bitField0_ & 0x00000100) != 0)) {
+        result.roleName_ = roleName_;
+      }
     }
 
     @java.lang.Override
@@ -930,17 +953,15 @@ private static final long serialVersionUID = 0L;
 
     public Builder mergeFrom(dev.icehouse.v1.ChatMessage other) {
       if (other == dev.icehouse.v1.ChatMessage.getDefaultInstance()) return this;
-      if (!other.getRole().isEmpty()) {
-        role_ = other.role_;
-        bitField0_ |= 0x00000001;
-        onChanged();
+      if (other.role_ != 0) {
+        setRoleValue(other.getRoleValue());
       }
       if (!other.getContent().isEmpty()) {
         content_ = other.content_;
         bitField0_ |= 0x00000002;
         onChanged();
       }
-      if (other.hasName()) {
+      if (!other.getName().isEmpty()) {
         name_ = other.name_;
         bitField0_ |= 0x00000004;
         onChanged();
@@ -1018,6 +1039,11 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
+      if (!other.getRoleName().isEmpty()) {
+        roleName_ = other.roleName_;
+        bitField0_ |= 0x00000100;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1044,11 +1070,11 @@ private static final long serialVersionUID = 0L;
             case 0:
               done = true;
               break;
-            case 10: {
-              role_ = input.readStringRequireUtf8();
+            case 8: {
+              role_ = input.readEnum();
               bitField0_ |= 0x00000001;
               break;
-            } // case 10
+            } // case 8
             case 18: {
               content_ = input.readStringRequireUtf8();
               bitField0_ |= 0x00000002;
@@ -1111,6 +1137,11 @@ private static final long serialVersionUID = 0L;
               }
               break;
             } // case 66
+            case 74: {
+              roleName_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 74
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1128,99 +1159,75 @@ private static final long serialVersionUID = 0L;
     }
     private int bitField0_;
 
-    private java.lang.Object role_ = "";
+    private int role_ = 0;
     /**
      * <pre>
-     * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-     * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+     * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
      * </pre>
      *
-     * <code>string role = 1;</code>
+     * <code>.icehouse.v1.Role role = 1;</code>
+     * @return The enum numeric value on the wire for role.
+     */
+    @java.lang.Override public int getRoleValue() {
+      return role_;
+    }
+    /**
+     * <pre>
+     * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Role role = 1;</code>
+     * @param value The enum numeric value on the wire for role to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRoleValue(int value) {
+      role_ = value;
+      bitField0_ |= 0x00000001;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Role role = 1;</code>
      * @return The role.
      */
-    public java.lang.String getRole() {
-      java.lang.Object ref = role_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        role_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
+    @java.lang.Override
+    public dev.icehouse.v1.Role getRole() {
+      dev.icehouse.v1.Role result = dev.icehouse.v1.Role.forNumber(role_);
+      return result == null ? dev.icehouse.v1.Role.UNRECOGNIZED : result;
     }
     /**
      * <pre>
-     * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-     * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+     * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
      * </pre>
      *
-     * <code>string role = 1;</code>
-     * @return The bytes for role.
-     */
-    public com.google.protobuf.ByteString
-        getRoleBytes() {
-      java.lang.Object ref = role_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        role_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-     * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
-     * </pre>
-     *
-     * <code>string role = 1;</code>
+     * <code>.icehouse.v1.Role role = 1;</code>
      * @param value The role to set.
      * @return This builder for chaining.
      */
-    public Builder setRole(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      role_ = value;
+    public Builder setRole(dev.icehouse.v1.Role value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
       bitField0_ |= 0x00000001;
+      role_ = value.getNumber();
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-     * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+     * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
      * </pre>
      *
-     * <code>string role = 1;</code>
+     * <code>.icehouse.v1.Role role = 1;</code>
      * @return This builder for chaining.
      */
     public Builder clearRole() {
-      role_ = getDefaultInstance().getRole();
       bitField0_ = (bitField0_ & ~0x00000001);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-     * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
-     * </pre>
-     *
-     * <code>string role = 1;</code>
-     * @param value The bytes for role to set.
-     * @return This builder for chaining.
-     */
-    public Builder setRoleBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      role_ = value;
-      bitField0_ |= 0x00000001;
+      role_ = 0;
       onChanged();
       return this;
     }
@@ -1320,23 +1327,12 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+     * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+     * of ROLE_TOOL the name in its call.
      * </pre>
      *
-     * <code>optional string name = 3;</code>
-     * @return Whether the name field is set.
-     */
-    public boolean hasName() {
-      return ((bitField0_ & 0x00000004) != 0);
-    }
-    /**
-     * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
-     * </pre>
-     *
-     * <code>optional string name = 3;</code>
+     * <code>string name = 3;</code>
      * @return The name.
      */
     public java.lang.String getName() {
@@ -1353,11 +1349,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+     * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+     * of ROLE_TOOL the name in its call.
      * </pre>
      *
-     * <code>optional string name = 3;</code>
+     * <code>string name = 3;</code>
      * @return The bytes for name.
      */
     public com.google.protobuf.ByteString
@@ -1375,11 +1372,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+     * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+     * of ROLE_TOOL the name in its call.
      * </pre>
      *
-     * <code>optional string name = 3;</code>
+     * <code>string name = 3;</code>
      * @param value The name to set.
      * @return This builder for chaining.
      */
@@ -1393,11 +1391,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+     * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+     * of ROLE_TOOL the name in its call.
      * </pre>
      *
-     * <code>optional string name = 3;</code>
+     * <code>string name = 3;</code>
      * @return This builder for chaining.
      */
     public Builder clearName() {
@@ -1408,11 +1407,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-     * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+     * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+     * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+     * of ROLE_TOOL the name in its call.
      * </pre>
      *
-     * <code>optional string name = 3;</code>
+     * <code>string name = 3;</code>
      * @param value The bytes for name to set.
      * @return This builder for chaining.
      */
@@ -1429,8 +1429,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object reasoning_ = "";
     /**
      * <pre>
-     * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-     * "assistant"; the template decides which turns keep theirs. Absent: none.
+     * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+     * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
      * </pre>
      *
      * <code>string reasoning = 4;</code>
@@ -1450,8 +1450,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-     * "assistant"; the template decides which turns keep theirs. Absent: none.
+     * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+     * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
      * </pre>
      *
      * <code>string reasoning = 4;</code>
@@ -1472,8 +1472,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-     * "assistant"; the template decides which turns keep theirs. Absent: none.
+     * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+     * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
      * </pre>
      *
      * <code>string reasoning = 4;</code>
@@ -1490,8 +1490,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-     * "assistant"; the template decides which turns keep theirs. Absent: none.
+     * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+     * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
      * </pre>
      *
      * <code>string reasoning = 4;</code>
@@ -1505,8 +1505,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-     * "assistant"; the template decides which turns keep theirs. Absent: none.
+     * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+     * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
      * </pre>
      *
      * <code>string reasoning = 4;</code>
@@ -1537,8 +1537,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1552,8 +1552,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1567,8 +1567,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1582,8 +1582,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1604,8 +1604,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1623,8 +1623,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1644,8 +1644,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1666,8 +1666,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1685,8 +1685,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1704,8 +1704,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1724,8 +1724,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1742,8 +1742,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1760,8 +1760,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1772,8 +1772,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1787,8 +1787,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1803,8 +1803,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1815,8 +1815,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1828,8 +1828,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-     * server's, or empty: the template sees such as it takes, the same for a call and its result.
+     * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+     * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -1856,9 +1856,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object toolCallId_ = "";
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-     * put in the calls' order.
+     * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+     * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+     * are put in the order of the calls.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1878,9 +1878,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-     * put in the calls' order.
+     * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+     * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+     * are put in the order of the calls.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1901,9 +1901,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-     * put in the calls' order.
+     * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+     * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+     * are put in the order of the calls.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1920,9 +1920,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-     * put in the calls' order.
+     * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+     * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+     * are put in the order of the calls.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1936,9 +1936,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-     * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-     * put in the calls' order.
+     * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+     * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+     * are put in the order of the calls.
      * </pre>
      *
      * <code>string tool_call_id = 6;</code>
@@ -1964,11 +1964,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -1982,11 +1982,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -1998,11 +1998,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -2015,11 +2015,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -2039,11 +2039,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -2061,11 +2061,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -2084,11 +2084,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-     * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-     * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+     * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+     * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+     * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+     * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+     * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
      * is tokenized.
      * </pre>
      *
@@ -2412,6 +2412,108 @@ private static final long serialVersionUID = 0L;
         parts_ = null;
       }
       return partsBuilder_;
+    }
+
+    private java.lang.Object roleName_ = "";
+    /**
+     * <pre>
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
+     * </pre>
+     *
+     * <code>string role_name = 9;</code>
+     * @return The roleName.
+     */
+    public java.lang.String getRoleName() {
+      java.lang.Object ref = roleName_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        roleName_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
+     * </pre>
+     *
+     * <code>string role_name = 9;</code>
+     * @return The bytes for roleName.
+     */
+    public com.google.protobuf.ByteString
+        getRoleNameBytes() {
+      java.lang.Object ref = roleName_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        roleName_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
+     * </pre>
+     *
+     * <code>string role_name = 9;</code>
+     * @param value The roleName to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRoleName(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      roleName_ = value;
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
+     * </pre>
+     *
+     * <code>string role_name = 9;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearRoleName() {
+      roleName_ = getDefaultInstance().getRoleName();
+      bitField0_ = (bitField0_ & ~0x00000100);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+     * does not know. CHAT_INVALID in each of these cases.
+     * </pre>
+     *
+     * <code>string role_name = 9;</code>
+     * @param value The bytes for roleName to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRoleNameBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      roleName_ = value;
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

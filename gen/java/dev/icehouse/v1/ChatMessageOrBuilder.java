@@ -10,25 +10,22 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-   * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+   * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
    * </pre>
    *
-   * <code>string role = 1;</code>
-   * @return The role.
+   * <code>.icehouse.v1.Role role = 1;</code>
+   * @return The enum numeric value on the wire for role.
    */
-  java.lang.String getRole();
+  int getRoleValue();
   /**
    * <pre>
-   * Who speaks: "system", "developer", "user", "assistant" or "tool". Required; any other
-   * word is refused with CHAT_INVALID. A template may refuse a role that it does not know.
+   * Who speaks. Required, unless `role_name` says it; otherwise refused with CHAT_INVALID.
    * </pre>
    *
-   * <code>string role = 1;</code>
-   * @return The bytes for role.
+   * <code>.icehouse.v1.Role role = 1;</code>
+   * @return The role.
    */
-  com.google.protobuf.ByteString
-      getRoleBytes();
+  dev.icehouse.v1.Role getRole();
 
   /**
    * <pre>
@@ -52,31 +49,23 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+   * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+   * of ROLE_TOOL the name in its call.
    * </pre>
    *
-   * <code>optional string name = 3;</code>
-   * @return Whether the name field is set.
-   */
-  boolean hasName();
-  /**
-   * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
-   * </pre>
-   *
-   * <code>optional string name = 3;</code>
+   * <code>string name = 3;</code>
    * @return The name.
    */
   java.lang.String getName();
   /**
    * <pre>
-   * The speaker's name, for templates that show it; where messages of several speakers become one, it goes
-   * before each one's text. Of a "tool" message: the tool's. Absent: none; for a tool that of its call.
+   * The speaker's name, for templates that show it; where messages of several speakers become one, it is
+   * written before each speaker's text. In a message of ROLE_TOOL: the tool's name. Default: none; in a message
+   * of ROLE_TOOL the name in its call.
    * </pre>
    *
-   * <code>optional string name = 3;</code>
+   * <code>string name = 3;</code>
    * @return The bytes for name.
    */
   com.google.protobuf.ByteString
@@ -84,8 +73,8 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-   * "assistant"; the template decides which turns keep theirs. Absent: none.
+   * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+   * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
    * </pre>
    *
    * <code>string reasoning = 4;</code>
@@ -94,8 +83,8 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getReasoning();
   /**
    * <pre>
-   * What the assistant thought before it spoke, as `reasoning` of an earlier response. Only for
-   * "assistant"; the template decides which turns keep theirs. Absent: none.
+   * The assistant's reasoning before its answer, as `reasoning` of an earlier response. Only with
+   * ROLE_ASSISTANT; the template decides which turns keep theirs. Default: none.
    * </pre>
    *
    * <code>string reasoning = 4;</code>
@@ -106,8 +95,8 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -116,8 +105,8 @@ public interface ChatMessageOrBuilder extends
       getToolCallsList();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -125,8 +114,8 @@ public interface ChatMessageOrBuilder extends
   dev.icehouse.v1.ToolCall getToolCalls(int index);
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -134,8 +123,8 @@ public interface ChatMessageOrBuilder extends
   int getToolCallsCount();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -144,8 +133,8 @@ public interface ChatMessageOrBuilder extends
       getToolCallsOrBuilderList();
   /**
    * <pre>
-   * The calls that the assistant made in this turn. Only for "assistant". Their ids may be another
-   * server's, or empty: the template sees such as it takes, the same for a call and its result.
+   * The calls that the assistant made in this turn. Only with ROLE_ASSISTANT. Their ids may be another
+   * server's, or empty: the template gets ids that it accepts, the same for a call and its result.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ToolCall tool_calls = 5;</code>
@@ -155,9 +144,9 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-   * put in the calls' order.
+   * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+   * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+   * are put in the order of the calls.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -166,9 +155,9 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getToolCallId();
   /**
    * <pre>
-   * The call that a "tool" message answers, as its ToolCall has it. Only for "tool". Absent, or no call's
-   * id: the next call of the last turn with calls that has no result yet. Results of one turn's calls are
-   * put in the calls' order.
+   * The call that this message answers, as `ToolCall.id` has it. Only with ROLE_TOOL. Default, and where no call
+   * has this id: the next call without a result in the last turn that has calls. Results of one turn's calls
+   * are put in the order of the calls.
    * </pre>
    *
    * <code>string tool_call_id = 6;</code>
@@ -179,11 +168,11 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -193,11 +182,11 @@ public interface ChatMessageOrBuilder extends
   java.util.List<java.lang.Integer> getTokenIdsList();
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -207,11 +196,11 @@ public interface ChatMessageOrBuilder extends
   int getTokenIdsCount();
   /**
    * <pre>
-   * The tokens that were generated for this turn, as `token_ids` of its response. Only for "assistant".
-   * Text does not say which tokens a model drew: the same words can be cut differently, and a cached
-   * prefix ends where the tokens differ. Where these spell what the template writes for the turn they
-   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are not,
-   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Absent: the text
+   * The tokens that were generated for this turn, as `token_ids` of its response. Only with ROLE_ASSISTANT.
+   * Text does not say which tokens a model drew: the same words can be split differently, and a cached
+   * prefix ends where the tokens differ. Where these tokens spell what the template writes for the turn, they
+   * are used as they are; elsewhere (a template that drops old reasoning, an edited turn) they are ignored
+   * without an error. An id outside the vocabulary is refused with TOKEN_OUT_OF_RANGE. Default: the text
    * is tokenized.
    * </pre>
    *
@@ -264,4 +253,28 @@ public interface ChatMessageOrBuilder extends
    */
   dev.icehouse.v1.ContentPartOrBuilder getPartsOrBuilder(
       int index);
+
+  /**
+   * <pre>
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
+   * </pre>
+   *
+   * <code>string role_name = 9;</code>
+   * @return The roleName.
+   */
+  java.lang.String getRoleName();
+  /**
+   * <pre>
+   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
+   * does not know. CHAT_INVALID in each of these cases.
+   * </pre>
+   *
+   * <code>string role_name = 9;</code>
+   * @return The bytes for roleName.
+   */
+  com.google.protobuf.ByteString
+      getRoleNameBytes();
 }

@@ -6,16 +6,17 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
- * is refused with CHAT_INVALID and the template's words.
+ * A conversation, rendered by the model's own chat template. If the template raises an error, the request
+ * is refused with CHAT_INVALID and the template's message.
  *
- * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
- * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
- * where it takes no system message, that text goes before the user's message behind it, or is one itself;
- * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
- * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
- * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
- * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
+ * Conversations are adapted to the template. What the template accepts is found by rendering small
+ * histories. Where it does not know "developer", the role becomes "system". Consecutive system messages become
+ * one. Where it accepts no system message, that text is put before the next user message, or becomes a user
+ * message. Where it requires roles to alternate, consecutive messages of one role become one, and an empty
+ * message is inserted where roles still do not alternate. Where it accepts no calls, not several at once, no text
+ * beside them, or no results, they are written as text, one after the other, or as a message of their own.
+ * Joined texts are separated by an empty line. A message whose text the template would still drop is refused
+ * with CHAT_INVALID. Messages with a `role_name` are passed on as they are.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ChatPrompt}
@@ -42,13 +43,13 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatPrompt_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatPrompt_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.ChatPrompt.class, dev.icehouse.v1.ChatPrompt.Builder.class);
   }
@@ -126,8 +127,8 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -141,8 +142,8 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -156,8 +157,8 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -171,8 +172,8 @@ private static final long serialVersionUID = 0L;
   private boolean addGenerationPrompt_ = false;
   /**
    * <pre>
-   * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-   * `continue_final_message`.
+   * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+   * `continue_final_message` is set.
    * </pre>
    *
    * <code>optional bool add_generation_prompt = 3;</code>
@@ -184,8 +185,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-   * `continue_final_message`.
+   * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+   * `continue_final_message` is set.
    * </pre>
    *
    * <code>optional bool add_generation_prompt = 3;</code>
@@ -418,16 +419,17 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A conversation, rendered to tokens by the model's own chat template. What the template itself refuses
-   * is refused with CHAT_INVALID and the template's words.
+   * A conversation, rendered by the model's own chat template. If the template raises an error, the request
+   * is refused with CHAT_INVALID and the template's message.
    *
-   * Turns are made to fit the template, whoever wrote them. What it takes is found by rendering small
-   * histories. Where it knows no "developer" the role becomes "system"; system messages in a row become one;
-   * where it takes no system message, that text goes before the user's message behind it, or is one itself;
-   * where it wants roles to alternate, messages of one role in a row become one, and an empty one goes between
-   * what still does not alternate. Where it takes no calls, several at once, text beside them or results, they
-   * are written as text, one after the other, or as a message of their own. Joined texts are separated by an
-   * empty line. A message whose text the template would drop all the same is refused with CHAT_INVALID.
+   * Conversations are adapted to the template. What the template accepts is found by rendering small
+   * histories. Where it does not know "developer", the role becomes "system". Consecutive system messages become
+   * one. Where it accepts no system message, that text is put before the next user message, or becomes a user
+   * message. Where it requires roles to alternate, consecutive messages of one role become one, and an empty
+   * message is inserted where roles still do not alternate. Where it accepts no calls, not several at once, no text
+   * beside them, or no results, they are written as text, one after the other, or as a message of their own.
+   * Joined texts are separated by an empty line. A message whose text the template would still drop is refused
+   * with CHAT_INVALID. Messages with a `role_name` are passed on as they are.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ChatPrompt}
@@ -438,13 +440,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.ChatPromptOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatPrompt_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.ChatPrompt.class, dev.icehouse.v1.ChatPrompt.Builder.class);
     }
@@ -490,7 +492,7 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ChatPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ChatPrompt_descriptor;
     }
 
     @java.lang.Override
@@ -1036,8 +1038,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1050,8 +1052,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1068,8 +1070,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1091,8 +1093,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1112,8 +1114,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1140,8 +1142,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1160,8 +1162,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1175,8 +1177,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1193,8 +1195,8 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
      * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-     * defaults, with thinking on where the model can.
+     * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+     * own defaults, with thinking switched on where the model can think.
      * </pre>
      *
      * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -1216,8 +1218,8 @@ private static final long serialVersionUID = 0L;
     private boolean addGenerationPrompt_ ;
     /**
      * <pre>
-     * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-     * `continue_final_message`.
+     * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+     * `continue_final_message` is set.
      * </pre>
      *
      * <code>optional bool add_generation_prompt = 3;</code>
@@ -1229,8 +1231,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-     * `continue_final_message`.
+     * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+     * `continue_final_message` is set.
      * </pre>
      *
      * <code>optional bool add_generation_prompt = 3;</code>
@@ -1242,8 +1244,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-     * `continue_final_message`.
+     * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+     * `continue_final_message` is set.
      * </pre>
      *
      * <code>optional bool add_generation_prompt = 3;</code>
@@ -1259,8 +1261,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-     * `continue_final_message`.
+     * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+     * `continue_final_message` is set.
      * </pre>
      *
      * <code>optional bool add_generation_prompt = 3;</code>

@@ -61,8 +61,8 @@ public interface ChatPromptOrBuilder extends
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -73,8 +73,8 @@ public interface ChatPromptOrBuilder extends
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -85,8 +85,8 @@ public interface ChatPromptOrBuilder extends
    * <pre>
    * Variables for the template, for example {"enable_thinking": false}. Numbers without a fraction
    * arrive as integers, keys of objects in alphabetical order. Names that the server sets itself
-   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Absent: the template's
-   * defaults, with thinking on where the model can.
+   * ("messages", "tools", "chat_template", ...) are refused with CHAT_INVALID. Default: the template's
+   * own defaults, with thinking switched on where the model can think.
    * </pre>
    *
    * <code>.google.protobuf.Struct template_arguments = 2;</code>
@@ -95,8 +95,8 @@ public interface ChatPromptOrBuilder extends
 
   /**
    * <pre>
-   * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-   * `continue_final_message`.
+   * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+   * `continue_final_message` is set.
    * </pre>
    *
    * <code>optional bool add_generation_prompt = 3;</code>
@@ -105,8 +105,8 @@ public interface ChatPromptOrBuilder extends
   boolean hasAddGenerationPrompt();
   /**
    * <pre>
-   * Whether the prompt ends with the header of the assistant's next turn. Absent: yes, unless
-   * `continue_final_message`.
+   * Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
+   * `continue_final_message` is set.
    * </pre>
    *
    * <code>optional bool add_generation_prompt = 3;</code>

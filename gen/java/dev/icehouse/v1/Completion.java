@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One complete output. Every field is what GenerateResponse says of it.
+ * One complete output. Its fields are those of GenerateResponse.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.Completion}
@@ -26,9 +26,9 @@ private static final long serialVersionUID = 0L;
     finishReason_ = 0;
     stopString_ = "";
     toolCalls_ = java.util.Collections.emptyList();
+    malformedToolCalls_ = java.util.Collections.emptyList();
     reasoning_ = "";
     logprobs_ = java.util.Collections.emptyList();
-    malformedToolCalls_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -56,7 +56,7 @@ private static final long serialVersionUID = 0L;
   private int index_ = 0;
   /**
    * <pre>
-   * Its place among the request's completions, from 0.
+   * Its index among the request's completions, from 0.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -160,7 +160,7 @@ private static final long serialVersionUID = 0L;
   private int finishReason_ = 0;
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -171,7 +171,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -187,22 +187,10 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object stopString_ = "";
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 5;</code>
-   * @return Whether the stopString field is set.
-   */
-  @java.lang.Override
-  public boolean hasStopString() {
-    return ((bitField0_ & 0x00000001) != 0);
-  }
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 5;</code>
+   * <code>string stop_string = 5;</code>
    * @return The stopString.
    */
   @java.lang.Override
@@ -220,10 +208,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 5;</code>
+   * <code>string stop_string = 5;</code>
    * @return The bytes for stopString.
    */
   @java.lang.Override
@@ -241,14 +229,41 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int USAGE_FIELD_NUMBER = 6;
+  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 6;
+  private int stopTokenId_ = 0;
+  /**
+   * <pre>
+   * The token that ended the output. Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 6;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  @java.lang.Override
+  public boolean hasStopTokenId() {
+    return ((bitField0_ & 0x00000001) != 0);
+  }
+  /**
+   * <pre>
+   * The token that ended the output. Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 6;</code>
+   * @return The stopTokenId.
+   */
+  @java.lang.Override
+  public int getStopTokenId() {
+    return stopTokenId_;
+  }
+
+  public static final int USAGE_FIELD_NUMBER = 7;
   private dev.icehouse.v1.Usage usage_;
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * What this output cost. The prompt counts in each completion, reused or not.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    * @return Whether the usage field is set.
    */
   @java.lang.Override
@@ -257,10 +272,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * What this output cost. The prompt counts in each completion, reused or not.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    * @return The usage.
    */
   @java.lang.Override
@@ -269,24 +284,24 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * What this output cost. The prompt counts in each completion, reused or not.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
     return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
   }
 
-  public static final int CACHE_FIELD_NUMBER = 7;
+  public static final int CACHE_FIELD_NUMBER = 8;
   private dev.icehouse.v1.CacheReport cache_;
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    * @return Whether the cache field is set.
    */
   @java.lang.Override
@@ -295,10 +310,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    * @return The cache.
    */
   @java.lang.Override
@@ -307,24 +322,24 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
     return cache_ == null ? dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
   }
 
-  public static final int SEED_FIELD_NUMBER = 8;
+  public static final int SEED_FIELD_NUMBER = 9;
   private long seed_ = 0L;
   /**
    * <pre>
    * The seed that was used: the first completion's plus `index`, modulo 2^64.
    * </pre>
    *
-   * <code>uint64 seed = 8;</code>
+   * <code>uint64 seed = 9;</code>
    * @return The seed.
    */
   @java.lang.Override
@@ -332,15 +347,15 @@ private static final long serialVersionUID = 0L;
     return seed_;
   }
 
-  public static final int TOOL_CALLS_FIELD_NUMBER = 9;
+  public static final int TOOL_CALLS_FIELD_NUMBER = 10;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_;
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.ToolCall> getToolCallsList() {
@@ -348,10 +363,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
@@ -360,10 +375,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   @java.lang.Override
   public int getToolCallsCount() {
@@ -371,10 +386,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.ToolCall getToolCalls(int index) {
@@ -382,10 +397,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
@@ -393,15 +408,76 @@ private static final long serialVersionUID = 0L;
     return toolCalls_.get(index);
   }
 
-  public static final int REASONING_FIELD_NUMBER = 10;
+  public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 11;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
+    return malformedToolCalls_;
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
+      getMalformedToolCallsOrBuilderList() {
+    return malformedToolCalls_;
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  @java.lang.Override
+  public int getMalformedToolCallsCount() {
+    return malformedToolCalls_.size();
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
+    return malformedToolCalls_.get(index);
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
+      int index) {
+    return malformedToolCalls_.get(index);
+  }
+
+  public static final int REASONING_FIELD_NUMBER = 12;
   @SuppressWarnings("serial")
   private volatile java.lang.Object reasoning_ = "";
   /**
    * <pre>
-   * What the model thought before it spoke. Absent: none.
+   * The model's reasoning before its answer. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 10;</code>
+   * <code>string reasoning = 12;</code>
    * @return The reasoning.
    */
   @java.lang.Override
@@ -419,10 +495,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the model thought before it spoke. Absent: none.
+   * The model's reasoning before its answer. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 10;</code>
+   * <code>string reasoning = 12;</code>
    * @return The bytes for reasoning.
    */
   @java.lang.Override
@@ -440,15 +516,15 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int LOGPROBS_FIELD_NUMBER = 11;
+  public static final int LOGPROBS_FIELD_NUMBER = 13;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_;
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
@@ -456,10 +532,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
@@ -468,10 +544,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   @java.lang.Override
   public int getLogprobsCount() {
@@ -479,10 +555,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
@@ -490,103 +566,15 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
       int index) {
     return logprobs_.get(index);
-  }
-
-  public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 12;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
-    return malformedToolCalls_;
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
-      getMalformedToolCallsOrBuilderList() {
-    return malformedToolCalls_;
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  @java.lang.Override
-  public int getMalformedToolCallsCount() {
-    return malformedToolCalls_.size();
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
-    return malformedToolCalls_.get(index);
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
-      int index) {
-    return malformedToolCalls_.get(index);
-  }
-
-  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 13;
-  private int stopTokenId_ = 0;
-  /**
-   * <pre>
-   * The token that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 13;</code>
-   * @return Whether the stopTokenId field is set.
-   */
-  @java.lang.Override
-  public boolean hasStopTokenId() {
-    return ((bitField0_ & 0x00000008) != 0);
-  }
-  /**
-   * <pre>
-   * The token that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 13;</code>
-   * @return The stopTokenId.
-   */
-  @java.lang.Override
-  public int getStopTokenId() {
-    return stopTokenId_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -620,32 +608,32 @@ private static final long serialVersionUID = 0L;
     if (finishReason_ != dev.icehouse.v1.FinishReason.FINISH_REASON_UNSPECIFIED.getNumber()) {
       output.writeEnum(4, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 5, stopString_);
     }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeInt32(6, stopTokenId_);
+    }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(6, getUsage());
+      output.writeMessage(7, getUsage());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(7, getCache());
+      output.writeMessage(8, getCache());
     }
     if (seed_ != 0L) {
-      output.writeUInt64(8, seed_);
+      output.writeUInt64(9, seed_);
     }
     for (int i = 0; i < toolCalls_.size(); i++) {
-      output.writeMessage(9, toolCalls_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 10, reasoning_);
-    }
-    for (int i = 0; i < logprobs_.size(); i++) {
-      output.writeMessage(11, logprobs_.get(i));
+      output.writeMessage(10, toolCalls_.get(i));
     }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
-      output.writeMessage(12, malformedToolCalls_.get(i));
+      output.writeMessage(11, malformedToolCalls_.get(i));
     }
-    if (((bitField0_ & 0x00000008) != 0)) {
-      output.writeInt32(13, stopTokenId_);
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 12, reasoning_);
+    }
+    for (int i = 0; i < logprobs_.size(); i++) {
+      output.writeMessage(13, logprobs_.get(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -681,39 +669,39 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeEnumSize(4, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(5, stopString_);
+    }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(6, stopTokenId_);
     }
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(6, getUsage());
+        .computeMessageSize(7, getUsage());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(7, getCache());
+        .computeMessageSize(8, getCache());
     }
     if (seed_ != 0L) {
       size += com.google.protobuf.CodedOutputStream
-        .computeUInt64Size(8, seed_);
+        .computeUInt64Size(9, seed_);
     }
     for (int i = 0; i < toolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(9, toolCalls_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(10, reasoning_);
-    }
-    for (int i = 0; i < logprobs_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(11, logprobs_.get(i));
+        .computeMessageSize(10, toolCalls_.get(i));
     }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(12, malformedToolCalls_.get(i));
+        .computeMessageSize(11, malformedToolCalls_.get(i));
     }
-    if (((bitField0_ & 0x00000008) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(12, reasoning_);
+    }
+    for (int i = 0; i < logprobs_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(13, stopTokenId_);
+        .computeMessageSize(13, logprobs_.get(i));
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -737,10 +725,12 @@ private static final long serialVersionUID = 0L;
     if (!getTokenIdsList()
         .equals(other.getTokenIdsList())) return false;
     if (finishReason_ != other.finishReason_) return false;
-    if (hasStopString() != other.hasStopString()) return false;
-    if (hasStopString()) {
-      if (!getStopString()
-          .equals(other.getStopString())) return false;
+    if (!getStopString()
+        .equals(other.getStopString())) return false;
+    if (hasStopTokenId() != other.hasStopTokenId()) return false;
+    if (hasStopTokenId()) {
+      if (getStopTokenId()
+          != other.getStopTokenId()) return false;
     }
     if (hasUsage() != other.hasUsage()) return false;
     if (hasUsage()) {
@@ -756,17 +746,12 @@ private static final long serialVersionUID = 0L;
         != other.getSeed()) return false;
     if (!getToolCallsList()
         .equals(other.getToolCallsList())) return false;
+    if (!getMalformedToolCallsList()
+        .equals(other.getMalformedToolCallsList())) return false;
     if (!getReasoning()
         .equals(other.getReasoning())) return false;
     if (!getLogprobsList()
         .equals(other.getLogprobsList())) return false;
-    if (!getMalformedToolCallsList()
-        .equals(other.getMalformedToolCallsList())) return false;
-    if (hasStopTokenId() != other.hasStopTokenId()) return false;
-    if (hasStopTokenId()) {
-      if (getStopTokenId()
-          != other.getStopTokenId()) return false;
-    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -788,9 +773,11 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + FINISH_REASON_FIELD_NUMBER;
     hash = (53 * hash) + finishReason_;
-    if (hasStopString()) {
-      hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
-      hash = (53 * hash) + getStopString().hashCode();
+    hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
+    hash = (53 * hash) + getStopString().hashCode();
+    if (hasStopTokenId()) {
+      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
+      hash = (53 * hash) + getStopTokenId();
     }
     if (hasUsage()) {
       hash = (37 * hash) + USAGE_FIELD_NUMBER;
@@ -807,19 +794,15 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + TOOL_CALLS_FIELD_NUMBER;
       hash = (53 * hash) + getToolCallsList().hashCode();
     }
+    if (getMalformedToolCallsCount() > 0) {
+      hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
+      hash = (53 * hash) + getMalformedToolCallsList().hashCode();
+    }
     hash = (37 * hash) + REASONING_FIELD_NUMBER;
     hash = (53 * hash) + getReasoning().hashCode();
     if (getLogprobsCount() > 0) {
       hash = (37 * hash) + LOGPROBS_FIELD_NUMBER;
       hash = (53 * hash) + getLogprobsList().hashCode();
-    }
-    if (getMalformedToolCallsCount() > 0) {
-      hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
-      hash = (53 * hash) + getMalformedToolCallsList().hashCode();
-    }
-    if (hasStopTokenId()) {
-      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
-      hash = (53 * hash) + getStopTokenId();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -920,7 +903,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One complete output. Every field is what GenerateResponse says of it.
+   * One complete output. Its fields are those of GenerateResponse.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.Completion}
@@ -958,8 +941,8 @@ private static final long serialVersionUID = 0L;
         getUsageFieldBuilder();
         getCacheFieldBuilder();
         getToolCallsFieldBuilder();
-        getLogprobsFieldBuilder();
         getMalformedToolCallsFieldBuilder();
+        getLogprobsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -971,6 +954,7 @@ private static final long serialVersionUID = 0L;
       tokenIds_ = emptyIntList();
       finishReason_ = 0;
       stopString_ = "";
+      stopTokenId_ = 0;
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
@@ -988,7 +972,14 @@ private static final long serialVersionUID = 0L;
         toolCalls_ = null;
         toolCallsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00000100);
+      bitField0_ = (bitField0_ & ~0x00000200);
+      if (malformedToolCallsBuilder_ == null) {
+        malformedToolCalls_ = java.util.Collections.emptyList();
+      } else {
+        malformedToolCalls_ = null;
+        malformedToolCallsBuilder_.clear();
+      }
+      bitField0_ = (bitField0_ & ~0x00000400);
       reasoning_ = "";
       if (logprobsBuilder_ == null) {
         logprobs_ = java.util.Collections.emptyList();
@@ -996,15 +987,7 @@ private static final long serialVersionUID = 0L;
         logprobs_ = null;
         logprobsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00000400);
-      if (malformedToolCallsBuilder_ == null) {
-        malformedToolCalls_ = java.util.Collections.emptyList();
-      } else {
-        malformedToolCalls_ = null;
-        malformedToolCallsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000800);
-      stopTokenId_ = 0;
+      bitField0_ = (bitField0_ & ~0x00001000);
       return this;
     }
 
@@ -1039,31 +1022,31 @@ private static final long serialVersionUID = 0L;
 
     private void buildPartialRepeatedFields(dev.icehouse.v1.Completion result) {
       if (toolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00000100) != 0)) {
+        if (((bitField0_ & 0x00000200) != 0)) {
           toolCalls_ = java.util.Collections.unmodifiableList(toolCalls_);
-          bitField0_ = (bitField0_ & ~0x00000100);
+          bitField0_ = (bitField0_ & ~0x00000200);
         }
         result.toolCalls_ = toolCalls_;
       } else {
         result.toolCalls_ = toolCallsBuilder_.build();
       }
-      if (logprobsBuilder_ == null) {
-        if (((bitField0_ & 0x00000400) != 0)) {
-          logprobs_ = java.util.Collections.unmodifiableList(logprobs_);
-          bitField0_ = (bitField0_ & ~0x00000400);
-        }
-        result.logprobs_ = logprobs_;
-      } else {
-        result.logprobs_ = logprobsBuilder_.build();
-      }
       if (malformedToolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00000800) != 0)) {
+        if (((bitField0_ & 0x00000400) != 0)) {
           malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
-          bitField0_ = (bitField0_ & ~0x00000800);
+          bitField0_ = (bitField0_ & ~0x00000400);
         }
         result.malformedToolCalls_ = malformedToolCalls_;
       } else {
         result.malformedToolCalls_ = malformedToolCallsBuilder_.build();
+      }
+      if (logprobsBuilder_ == null) {
+        if (((bitField0_ & 0x00001000) != 0)) {
+          logprobs_ = java.util.Collections.unmodifiableList(logprobs_);
+          bitField0_ = (bitField0_ & ~0x00001000);
+        }
+        result.logprobs_ = logprobs_;
+      } else {
+        result.logprobs_ = logprobsBuilder_.build();
       }
     }
 
@@ -1082,32 +1065,31 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000008) != 0)) {
         result.finishReason_ = finishReason_;
       }
-      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000010) != 0)) {
         result.stopString_ = stopString_;
+      }
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00000020) != 0)) {
+        result.stopTokenId_ = stopTokenId_;
         to_bitField0_ |= 0x00000001;
       }
-      if (((from_bitField0_ & 0x00000020) != 0)) {
+      if (((from_bitField0_ & 0x00000040) != 0)) {
         result.usage_ = usageBuilder_ == null
             ? usage_
             : usageBuilder_.build();
         to_bitField0_ |= 0x00000002;
       }
-      if (((from_bitField0_ & 0x00000040) != 0)) {
+      if (((from_bitField0_ & 0x00000080) != 0)) {
         result.cache_ = cacheBuilder_ == null
             ? cache_
             : cacheBuilder_.build();
         to_bitField0_ |= 0x00000004;
       }
-      if (((from_bitField0_ & 0x00000080) != 0)) {
+      if (((from_bitField0_ & 0x00000100) != 0)) {
         result.seed_ = seed_;
       }
-      if (((from_bitField0_ & 0x00000200) != 0)) {
+      if (((from_bitField0_ & 0x00000800) != 0)) {
         result.reasoning_ = reasoning_;
-      }
-      if (((from_bitField0_ & 0x00001000) != 0)) {
-        result.stopTokenId_ = stopTokenId_;
-        to_bitField0_ |= 0x00000008;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1178,10 +1160,13 @@ private static final long serialVersionUID = 0L;
       if (other.finishReason_ != 0) {
         setFinishReasonValue(other.getFinishReasonValue());
       }
-      if (other.hasStopString()) {
+      if (!other.getStopString().isEmpty()) {
         stopString_ = other.stopString_;
         bitField0_ |= 0x00000010;
         onChanged();
+      }
+      if (other.hasStopTokenId()) {
+        setStopTokenId(other.getStopTokenId());
       }
       if (other.hasUsage()) {
         mergeUsage(other.getUsage());
@@ -1196,7 +1181,7 @@ private static final long serialVersionUID = 0L;
         if (!other.toolCalls_.isEmpty()) {
           if (toolCalls_.isEmpty()) {
             toolCalls_ = other.toolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000100);
+            bitField0_ = (bitField0_ & ~0x00000200);
           } else {
             ensureToolCallsIsMutable();
             toolCalls_.addAll(other.toolCalls_);
@@ -1209,7 +1194,7 @@ private static final long serialVersionUID = 0L;
             toolCallsBuilder_.dispose();
             toolCallsBuilder_ = null;
             toolCalls_ = other.toolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000100);
+            bitField0_ = (bitField0_ & ~0x00000200);
             toolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getToolCallsFieldBuilder() : null;
@@ -1218,42 +1203,11 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
-      if (!other.getReasoning().isEmpty()) {
-        reasoning_ = other.reasoning_;
-        bitField0_ |= 0x00000200;
-        onChanged();
-      }
-      if (logprobsBuilder_ == null) {
-        if (!other.logprobs_.isEmpty()) {
-          if (logprobs_.isEmpty()) {
-            logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000400);
-          } else {
-            ensureLogprobsIsMutable();
-            logprobs_.addAll(other.logprobs_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.logprobs_.isEmpty()) {
-          if (logprobsBuilder_.isEmpty()) {
-            logprobsBuilder_.dispose();
-            logprobsBuilder_ = null;
-            logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000400);
-            logprobsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getLogprobsFieldBuilder() : null;
-          } else {
-            logprobsBuilder_.addAllMessages(other.logprobs_);
-          }
-        }
-      }
       if (malformedToolCallsBuilder_ == null) {
         if (!other.malformedToolCalls_.isEmpty()) {
           if (malformedToolCalls_.isEmpty()) {
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000800);
+            bitField0_ = (bitField0_ & ~0x00000400);
           } else {
             ensureMalformedToolCallsIsMutable();
             malformedToolCalls_.addAll(other.malformedToolCalls_);
@@ -1266,7 +1220,7 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.dispose();
             malformedToolCallsBuilder_ = null;
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000800);
+            bitField0_ = (bitField0_ & ~0x00000400);
             malformedToolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getMalformedToolCallsFieldBuilder() : null;
@@ -1275,8 +1229,36 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
-      if (other.hasStopTokenId()) {
-        setStopTokenId(other.getStopTokenId());
+      if (!other.getReasoning().isEmpty()) {
+        reasoning_ = other.reasoning_;
+        bitField0_ |= 0x00000800;
+        onChanged();
+      }
+      if (logprobsBuilder_ == null) {
+        if (!other.logprobs_.isEmpty()) {
+          if (logprobs_.isEmpty()) {
+            logprobs_ = other.logprobs_;
+            bitField0_ = (bitField0_ & ~0x00001000);
+          } else {
+            ensureLogprobsIsMutable();
+            logprobs_.addAll(other.logprobs_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.logprobs_.isEmpty()) {
+          if (logprobsBuilder_.isEmpty()) {
+            logprobsBuilder_.dispose();
+            logprobsBuilder_ = null;
+            logprobs_ = other.logprobs_;
+            bitField0_ = (bitField0_ & ~0x00001000);
+            logprobsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getLogprobsFieldBuilder() : null;
+          } else {
+            logprobsBuilder_.addAllMessages(other.logprobs_);
+          }
+        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1340,26 +1322,31 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000010;
               break;
             } // case 42
-            case 50: {
-              input.readMessage(
-                  getUsageFieldBuilder().getBuilder(),
-                  extensionRegistry);
+            case 48: {
+              stopTokenId_ = input.readInt32();
               bitField0_ |= 0x00000020;
               break;
-            } // case 50
+            } // case 48
             case 58: {
               input.readMessage(
-                  getCacheFieldBuilder().getBuilder(),
+                  getUsageFieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000040;
               break;
             } // case 58
-            case 64: {
-              seed_ = input.readUInt64();
+            case 66: {
+              input.readMessage(
+                  getCacheFieldBuilder().getBuilder(),
+                  extensionRegistry);
               bitField0_ |= 0x00000080;
               break;
-            } // case 64
-            case 74: {
+            } // case 66
+            case 72: {
+              seed_ = input.readUInt64();
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 72
+            case 82: {
               dev.icehouse.v1.ToolCall m =
                   input.readMessage(
                       dev.icehouse.v1.ToolCall.parser(),
@@ -1371,26 +1358,8 @@ private static final long serialVersionUID = 0L;
                 toolCallsBuilder_.addMessage(m);
               }
               break;
-            } // case 74
-            case 82: {
-              reasoning_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00000200;
-              break;
             } // case 82
             case 90: {
-              dev.icehouse.v1.TokenLogprobs m =
-                  input.readMessage(
-                      dev.icehouse.v1.TokenLogprobs.parser(),
-                      extensionRegistry);
-              if (logprobsBuilder_ == null) {
-                ensureLogprobsIsMutable();
-                logprobs_.add(m);
-              } else {
-                logprobsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 90
-            case 98: {
               dev.icehouse.v1.MalformedToolCall m =
                   input.readMessage(
                       dev.icehouse.v1.MalformedToolCall.parser(),
@@ -1402,12 +1371,25 @@ private static final long serialVersionUID = 0L;
                 malformedToolCallsBuilder_.addMessage(m);
               }
               break;
-            } // case 98
-            case 104: {
-              stopTokenId_ = input.readInt32();
-              bitField0_ |= 0x00001000;
+            } // case 90
+            case 98: {
+              reasoning_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000800;
               break;
-            } // case 104
+            } // case 98
+            case 106: {
+              dev.icehouse.v1.TokenLogprobs m =
+                  input.readMessage(
+                      dev.icehouse.v1.TokenLogprobs.parser(),
+                      extensionRegistry);
+              if (logprobsBuilder_ == null) {
+                ensureLogprobsIsMutable();
+                logprobs_.add(m);
+              } else {
+                logprobsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 106
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1428,7 +1410,7 @@ private static final long serialVersionUID = 0L;
     private int index_ ;
     /**
      * <pre>
-     * Its place among the request's completions, from 0.
+     * Its index among the request's completions, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -1440,7 +1422,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place among the request's completions, from 0.
+     * Its index among the request's completions, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -1456,7 +1438,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place among the request's completions, from 0.
+     * Its index among the request's completions, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -1676,7 +1658,7 @@ private static final long serialVersionUID = 0L;
     private int finishReason_ = 0;
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -1687,7 +1669,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -1702,7 +1684,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -1715,7 +1697,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -1733,7 +1715,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -1749,21 +1731,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object stopString_ = "";
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 5;</code>
-     * @return Whether the stopString field is set.
-     */
-    public boolean hasStopString() {
-      return ((bitField0_ & 0x00000010) != 0);
-    }
-    /**
-     * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional string stop_string = 5;</code>
+     * <code>string stop_string = 5;</code>
      * @return The stopString.
      */
     public java.lang.String getStopString() {
@@ -1780,10 +1751,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 5;</code>
+     * <code>string stop_string = 5;</code>
      * @return The bytes for stopString.
      */
     public com.google.protobuf.ByteString
@@ -1801,10 +1772,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 5;</code>
+     * <code>string stop_string = 5;</code>
      * @param value The stopString to set.
      * @return This builder for chaining.
      */
@@ -1818,10 +1789,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 5;</code>
+     * <code>string stop_string = 5;</code>
      * @return This builder for chaining.
      */
     public Builder clearStopString() {
@@ -1832,10 +1803,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 5;</code>
+     * <code>string stop_string = 5;</code>
      * @param value The bytes for stopString to set.
      * @return This builder for chaining.
      */
@@ -1849,26 +1820,82 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private int stopTokenId_ ;
+    /**
+     * <pre>
+     * The token that ended the output. Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 6;</code>
+     * @return Whether the stopTokenId field is set.
+     */
+    @java.lang.Override
+    public boolean hasStopTokenId() {
+      return ((bitField0_ & 0x00000020) != 0);
+    }
+    /**
+     * <pre>
+     * The token that ended the output. Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 6;</code>
+     * @return The stopTokenId.
+     */
+    @java.lang.Override
+    public int getStopTokenId() {
+      return stopTokenId_;
+    }
+    /**
+     * <pre>
+     * The token that ended the output. Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 6;</code>
+     * @param value The stopTokenId to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStopTokenId(int value) {
+
+      stopTokenId_ = value;
+      bitField0_ |= 0x00000020;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The token that ended the output. Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 6;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearStopTokenId() {
+      bitField0_ = (bitField0_ & ~0x00000020);
+      stopTokenId_ = 0;
+      onChanged();
+      return this;
+    }
+
     private dev.icehouse.v1.Usage usage_;
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> usageBuilder_;
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      * @return Whether the usage field is set.
      */
     public boolean hasUsage() {
-      return ((bitField0_ & 0x00000020) != 0);
+      return ((bitField0_ & 0x00000040) != 0);
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      * @return The usage.
      */
     public dev.icehouse.v1.Usage getUsage() {
@@ -1880,10 +1907,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public Builder setUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
@@ -1894,16 +1921,16 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000040;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public Builder setUsage(
         dev.icehouse.v1.Usage.Builder builderForValue) {
@@ -1912,20 +1939,20 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000040;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public Builder mergeUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
-        if (((bitField0_ & 0x00000020) != 0) &&
+        if (((bitField0_ & 0x00000040) != 0) &&
           usage_ != null &&
           usage_ != dev.icehouse.v1.Usage.getDefaultInstance()) {
           getUsageBuilder().mergeFrom(value);
@@ -1936,20 +1963,20 @@ private static final long serialVersionUID = 0L;
         usageBuilder_.mergeFrom(value);
       }
       if (usage_ != null) {
-        bitField0_ |= 0x00000020;
+        bitField0_ |= 0x00000040;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public Builder clearUsage() {
-      bitField0_ = (bitField0_ & ~0x00000020);
+      bitField0_ = (bitField0_ & ~0x00000040);
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
@@ -1960,22 +1987,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public dev.icehouse.v1.Usage.Builder getUsageBuilder() {
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000040;
       onChanged();
       return getUsageFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
       if (usageBuilder_ != null) {
@@ -1987,10 +2014,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost by itself. The prompt counts in each completion, reused or not.
+     * What this output cost. The prompt counts in each completion, reused or not.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 6;</code>
+     * <code>.icehouse.v1.Usage usage = 7;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> 
@@ -2011,21 +2038,21 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00000040) != 0);
+      return ((bitField0_ & 0x00000080) != 0);
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CacheReport getCache() {
@@ -2037,10 +2064,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public Builder setCache(dev.icehouse.v1.CacheReport value) {
       if (cacheBuilder_ == null) {
@@ -2051,16 +2078,16 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CacheReport.Builder builderForValue) {
@@ -2069,20 +2096,20 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CacheReport value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000040) != 0) &&
+        if (((bitField0_ & 0x00000080) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CacheReport.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -2093,20 +2120,20 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00000040;
+        bitField0_ |= 0x00000080;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000040);
+      bitField0_ = (bitField0_ & ~0x00000080);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -2117,22 +2144,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public dev.icehouse.v1.CacheReport.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -2144,10 +2171,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+     * What was reused of the prompt: in completions after the first one mostly what the first one computed.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 7;</code>
+     * <code>.icehouse.v1.CacheReport cache = 8;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> 
@@ -2169,7 +2196,7 @@ private static final long serialVersionUID = 0L;
      * The seed that was used: the first completion's plus `index`, modulo 2^64.
      * </pre>
      *
-     * <code>uint64 seed = 8;</code>
+     * <code>uint64 seed = 9;</code>
      * @return The seed.
      */
     @java.lang.Override
@@ -2181,14 +2208,14 @@ private static final long serialVersionUID = 0L;
      * The seed that was used: the first completion's plus `index`, modulo 2^64.
      * </pre>
      *
-     * <code>uint64 seed = 8;</code>
+     * <code>uint64 seed = 9;</code>
      * @param value The seed to set.
      * @return This builder for chaining.
      */
     public Builder setSeed(long value) {
 
       seed_ = value;
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }
@@ -2197,11 +2224,11 @@ private static final long serialVersionUID = 0L;
      * The seed that was used: the first completion's plus `index`, modulo 2^64.
      * </pre>
      *
-     * <code>uint64 seed = 8;</code>
+     * <code>uint64 seed = 9;</code>
      * @return This builder for chaining.
      */
     public Builder clearSeed() {
-      bitField0_ = (bitField0_ & ~0x00000080);
+      bitField0_ = (bitField0_ & ~0x00000100);
       seed_ = 0L;
       onChanged();
       return this;
@@ -2210,9 +2237,9 @@ private static final long serialVersionUID = 0L;
     private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_ =
       java.util.Collections.emptyList();
     private void ensureToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00000100) != 0)) {
+      if (!((bitField0_ & 0x00000200) != 0)) {
         toolCalls_ = new java.util.ArrayList<dev.icehouse.v1.ToolCall>(toolCalls_);
-        bitField0_ |= 0x00000100;
+        bitField0_ |= 0x00000200;
        }
     }
 
@@ -2221,10 +2248,10 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public java.util.List<dev.icehouse.v1.ToolCall> getToolCallsList() {
       if (toolCallsBuilder_ == null) {
@@ -2235,10 +2262,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public int getToolCallsCount() {
       if (toolCallsBuilder_ == null) {
@@ -2249,10 +2276,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public dev.icehouse.v1.ToolCall getToolCalls(int index) {
       if (toolCallsBuilder_ == null) {
@@ -2263,10 +2290,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder setToolCalls(
         int index, dev.icehouse.v1.ToolCall value) {
@@ -2284,10 +2311,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder setToolCalls(
         int index, dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -2302,10 +2329,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder addToolCalls(dev.icehouse.v1.ToolCall value) {
       if (toolCallsBuilder_ == null) {
@@ -2322,10 +2349,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder addToolCalls(
         int index, dev.icehouse.v1.ToolCall value) {
@@ -2343,10 +2370,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder addToolCalls(
         dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -2361,10 +2388,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder addToolCalls(
         int index, dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -2379,10 +2406,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder addAllToolCalls(
         java.lang.Iterable<? extends dev.icehouse.v1.ToolCall> values) {
@@ -2398,15 +2425,15 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder clearToolCalls() {
       if (toolCallsBuilder_ == null) {
         toolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000100);
+        bitField0_ = (bitField0_ & ~0x00000200);
         onChanged();
       } else {
         toolCallsBuilder_.clear();
@@ -2415,10 +2442,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public Builder removeToolCalls(int index) {
       if (toolCallsBuilder_ == null) {
@@ -2432,10 +2459,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder getToolCallsBuilder(
         int index) {
@@ -2443,10 +2470,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
         int index) {
@@ -2457,10 +2484,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
          getToolCallsOrBuilderList() {
@@ -2472,10 +2499,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder addToolCallsBuilder() {
       return getToolCallsFieldBuilder().addBuilder(
@@ -2483,10 +2510,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder addToolCallsBuilder(
         int index) {
@@ -2495,10 +2522,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The calls that the model made, in order. Absent: none.
+     * The calls that the model made, in order.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
      */
     public java.util.List<dev.icehouse.v1.ToolCall.Builder> 
          getToolCallsBuilderList() {
@@ -2511,7 +2538,7 @@ private static final long serialVersionUID = 0L;
         toolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.ToolCall, dev.icehouse.v1.ToolCall.Builder, dev.icehouse.v1.ToolCallOrBuilder>(
                 toolCalls_,
-                ((bitField0_ & 0x00000100) != 0),
+                ((bitField0_ & 0x00000200) != 0),
                 getParentForChildren(),
                 isClean());
         toolCalls_ = null;
@@ -2519,416 +2546,12 @@ private static final long serialVersionUID = 0L;
       return toolCallsBuilder_;
     }
 
-    private java.lang.Object reasoning_ = "";
-    /**
-     * <pre>
-     * What the model thought before it spoke. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 10;</code>
-     * @return The reasoning.
-     */
-    public java.lang.String getReasoning() {
-      java.lang.Object ref = reasoning_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        reasoning_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 10;</code>
-     * @return The bytes for reasoning.
-     */
-    public com.google.protobuf.ByteString
-        getReasoningBytes() {
-      java.lang.Object ref = reasoning_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        reasoning_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 10;</code>
-     * @param value The reasoning to set.
-     * @return This builder for chaining.
-     */
-    public Builder setReasoning(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      reasoning_ = value;
-      bitField0_ |= 0x00000200;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 10;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearReasoning() {
-      reasoning_ = getDefaultInstance().getReasoning();
-      bitField0_ = (bitField0_ & ~0x00000200);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 10;</code>
-     * @param value The bytes for reasoning to set.
-     * @return This builder for chaining.
-     */
-    public Builder setReasoningBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      reasoning_ = value;
-      bitField0_ |= 0x00000200;
-      onChanged();
-      return this;
-    }
-
-    private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_ =
-      java.util.Collections.emptyList();
-    private void ensureLogprobsIsMutable() {
-      if (!((bitField0_ & 0x00000400) != 0)) {
-        logprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(logprobs_);
-        bitField0_ |= 0x00000400;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> logprobsBuilder_;
-
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
-      if (logprobsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(logprobs_);
-      } else {
-        return logprobsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public int getLogprobsCount() {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.size();
-      } else {
-        return logprobsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.get(index);
-      } else {
-        return logprobsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder setLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.set(index, value);
-        onChanged();
-      } else {
-        logprobsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder setLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder addLogprobs(dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.add(value);
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder addLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.add(index, value);
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder addLogprobs(
-        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.add(builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder addLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder addAllLogprobs(
-        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, logprobs_);
-        onChanged();
-      } else {
-        logprobsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder clearLogprobs() {
-      if (logprobsBuilder_ == null) {
-        logprobs_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000400);
-        onChanged();
-      } else {
-        logprobsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public Builder removeLogprobs(int index) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.remove(index);
-        onChanged();
-      } else {
-        logprobsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder getLogprobsBuilder(
-        int index) {
-      return getLogprobsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
-        int index) {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.get(index);  } else {
-        return logprobsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
-         getLogprobsOrBuilderList() {
-      if (logprobsBuilder_ != null) {
-        return logprobsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(logprobs_);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder() {
-      return getLogprobsFieldBuilder().addBuilder(
-          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder(
-        int index) {
-      return getLogprobsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
-         getLogprobsBuilderList() {
-      return getLogprobsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
-        getLogprobsFieldBuilder() {
-      if (logprobsBuilder_ == null) {
-        logprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
-                logprobs_,
-                ((bitField0_ & 0x00000400) != 0),
-                getParentForChildren(),
-                isClean());
-        logprobs_ = null;
-      }
-      return logprobsBuilder_;
-    }
-
     private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_ =
       java.util.Collections.emptyList();
     private void ensureMalformedToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00000800) != 0)) {
+      if (!((bitField0_ & 0x00000400) != 0)) {
         malformedToolCalls_ = new java.util.ArrayList<dev.icehouse.v1.MalformedToolCall>(malformedToolCalls_);
-        bitField0_ |= 0x00000800;
+        bitField0_ |= 0x00000400;
        }
     }
 
@@ -2937,10 +2560,10 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
       if (malformedToolCallsBuilder_ == null) {
@@ -2951,10 +2574,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public int getMalformedToolCallsCount() {
       if (malformedToolCallsBuilder_ == null) {
@@ -2965,10 +2588,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
       if (malformedToolCallsBuilder_ == null) {
@@ -2979,10 +2602,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder setMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall value) {
@@ -3000,10 +2623,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder setMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -3018,10 +2641,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder addMalformedToolCalls(dev.icehouse.v1.MalformedToolCall value) {
       if (malformedToolCallsBuilder_ == null) {
@@ -3038,10 +2661,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder addMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall value) {
@@ -3059,10 +2682,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder addMalformedToolCalls(
         dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -3077,10 +2700,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder addMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -3095,10 +2718,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder addAllMalformedToolCalls(
         java.lang.Iterable<? extends dev.icehouse.v1.MalformedToolCall> values) {
@@ -3114,15 +2737,15 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder clearMalformedToolCalls() {
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000800);
+        bitField0_ = (bitField0_ & ~0x00000400);
         onChanged();
       } else {
         malformedToolCallsBuilder_.clear();
@@ -3131,10 +2754,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public Builder removeMalformedToolCalls(int index) {
       if (malformedToolCallsBuilder_ == null) {
@@ -3148,10 +2771,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder getMalformedToolCallsBuilder(
         int index) {
@@ -3159,10 +2782,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
         int index) {
@@ -3173,10 +2796,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
          getMalformedToolCallsOrBuilderList() {
@@ -3188,10 +2811,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder addMalformedToolCallsBuilder() {
       return getMalformedToolCallsFieldBuilder().addBuilder(
@@ -3199,10 +2822,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder addMalformedToolCallsBuilder(
         int index) {
@@ -3211,10 +2834,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
      */
     public java.util.List<dev.icehouse.v1.MalformedToolCall.Builder> 
          getMalformedToolCallsBuilderList() {
@@ -3227,7 +2850,7 @@ private static final long serialVersionUID = 0L;
         malformedToolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
                 malformedToolCalls_,
-                ((bitField0_ & 0x00000800) != 0),
+                ((bitField0_ & 0x00000400) != 0),
                 getParentForChildren(),
                 isClean());
         malformedToolCalls_ = null;
@@ -3235,60 +2858,408 @@ private static final long serialVersionUID = 0L;
       return malformedToolCallsBuilder_;
     }
 
-    private int stopTokenId_ ;
+    private java.lang.Object reasoning_ = "";
     /**
      * <pre>
-     * The token that ended it. Absent: it ended otherwise.
+     * The model's reasoning before its answer. Empty: none.
      * </pre>
      *
-     * <code>optional int32 stop_token_id = 13;</code>
-     * @return Whether the stopTokenId field is set.
+     * <code>string reasoning = 12;</code>
+     * @return The reasoning.
      */
-    @java.lang.Override
-    public boolean hasStopTokenId() {
-      return ((bitField0_ & 0x00001000) != 0);
+    public java.lang.String getReasoning() {
+      java.lang.Object ref = reasoning_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        reasoning_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
     }
     /**
      * <pre>
-     * The token that ended it. Absent: it ended otherwise.
+     * The model's reasoning before its answer. Empty: none.
      * </pre>
      *
-     * <code>optional int32 stop_token_id = 13;</code>
-     * @return The stopTokenId.
+     * <code>string reasoning = 12;</code>
+     * @return The bytes for reasoning.
      */
-    @java.lang.Override
-    public int getStopTokenId() {
-      return stopTokenId_;
+    public com.google.protobuf.ByteString
+        getReasoningBytes() {
+      java.lang.Object ref = reasoning_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        reasoning_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
     }
     /**
      * <pre>
-     * The token that ended it. Absent: it ended otherwise.
+     * The model's reasoning before its answer. Empty: none.
      * </pre>
      *
-     * <code>optional int32 stop_token_id = 13;</code>
-     * @param value The stopTokenId to set.
+     * <code>string reasoning = 12;</code>
+     * @param value The reasoning to set.
      * @return This builder for chaining.
      */
-    public Builder setStopTokenId(int value) {
+    public Builder setReasoning(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      reasoning_ = value;
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 12;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearReasoning() {
+      reasoning_ = getDefaultInstance().getReasoning();
+      bitField0_ = (bitField0_ & ~0x00000800);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 12;</code>
+     * @param value The bytes for reasoning to set.
+     * @return This builder for chaining.
+     */
+    public Builder setReasoningBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      reasoning_ = value;
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
 
-      stopTokenId_ = value;
-      bitField0_ |= 0x00001000;
-      onChanged();
+    private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_ =
+      java.util.Collections.emptyList();
+    private void ensureLogprobsIsMutable() {
+      if (!((bitField0_ & 0x00001000) != 0)) {
+        logprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(logprobs_);
+        bitField0_ |= 0x00001000;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> logprobsBuilder_;
+
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
+      if (logprobsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(logprobs_);
+      } else {
+        return logprobsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public int getLogprobsCount() {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.size();
+      } else {
+        return logprobsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.get(index);
+      } else {
+        return logprobsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder setLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.set(index, value);
+        onChanged();
+      } else {
+        logprobsBuilder_.setMessage(index, value);
+      }
       return this;
     }
     /**
      * <pre>
-     * The token that ended it. Absent: it ended otherwise.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>optional int32 stop_token_id = 13;</code>
-     * @return This builder for chaining.
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
      */
-    public Builder clearStopTokenId() {
-      bitField0_ = (bitField0_ & ~0x00001000);
-      stopTokenId_ = 0;
-      onChanged();
+    public Builder setLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.setMessage(index, builderForValue.build());
+      }
       return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder addLogprobs(dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.add(value);
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder addLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.add(index, value);
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder addLogprobs(
+        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.add(builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder addLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder addAllLogprobs(
+        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, logprobs_);
+        onChanged();
+      } else {
+        logprobsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder clearLogprobs() {
+      if (logprobsBuilder_ == null) {
+        logprobs_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00001000);
+        onChanged();
+      } else {
+        logprobsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public Builder removeLogprobs(int index) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.remove(index);
+        onChanged();
+      } else {
+        logprobsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder getLogprobsBuilder(
+        int index) {
+      return getLogprobsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
+        int index) {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.get(index);  } else {
+        return logprobsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
+         getLogprobsOrBuilderList() {
+      if (logprobsBuilder_ != null) {
+        return logprobsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(logprobs_);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder() {
+      return getLogprobsFieldBuilder().addBuilder(
+          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder(
+        int index) {
+      return getLogprobsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
+         getLogprobsBuilderList() {
+      return getLogprobsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
+        getLogprobsFieldBuilder() {
+      if (logprobsBuilder_ == null) {
+        logprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
+                logprobs_,
+                ((bitField0_ & 0x00001000) != 0),
+                getParentForChildren(),
+                isClean());
+        logprobs_ = null;
+      }
+      return logprobsBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

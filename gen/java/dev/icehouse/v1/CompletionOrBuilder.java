@@ -10,7 +10,7 @@ public interface CompletionOrBuilder extends
 
   /**
    * <pre>
-   * Its place among the request's completions, from 0.
+   * Its index among the request's completions, from 0.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -69,7 +69,7 @@ public interface CompletionOrBuilder extends
 
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -78,7 +78,7 @@ public interface CompletionOrBuilder extends
   int getFinishReasonValue();
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 4;</code>
@@ -88,28 +88,19 @@ public interface CompletionOrBuilder extends
 
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 5;</code>
-   * @return Whether the stopString field is set.
-   */
-  boolean hasStopString();
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 5;</code>
+   * <code>string stop_string = 5;</code>
    * @return The stopString.
    */
   java.lang.String getStopString();
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 5;</code>
+   * <code>string stop_string = 5;</code>
    * @return The bytes for stopString.
    */
   com.google.protobuf.ByteString
@@ -117,55 +108,74 @@ public interface CompletionOrBuilder extends
 
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * The token that ended the output. Not set: it ended otherwise.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>optional int32 stop_token_id = 6;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  boolean hasStopTokenId();
+  /**
+   * <pre>
+   * The token that ended the output. Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 6;</code>
+   * @return The stopTokenId.
+   */
+  int getStopTokenId();
+
+  /**
+   * <pre>
+   * What this output cost. The prompt counts in each completion, reused or not.
+   * </pre>
+   *
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    * @return Whether the usage field is set.
    */
   boolean hasUsage();
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * What this output cost. The prompt counts in each completion, reused or not.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    * @return The usage.
    */
   dev.icehouse.v1.Usage getUsage();
   /**
    * <pre>
-   * What it cost by itself. The prompt counts in each completion, reused or not.
+   * What this output cost. The prompt counts in each completion, reused or not.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 6;</code>
+   * <code>.icehouse.v1.Usage usage = 7;</code>
    */
   dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder();
 
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    * @return Whether the cache field is set.
    */
   boolean hasCache();
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    * @return The cache.
    */
   dev.icehouse.v1.CacheReport getCache();
   /**
    * <pre>
-   * What was reused of the prompt: by completions behind the first one mostly what the first computed.
+   * What was reused of the prompt: in completions after the first one mostly what the first one computed.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 7;</code>
+   * <code>.icehouse.v1.CacheReport cache = 8;</code>
    */
   dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder();
 
@@ -174,70 +184,114 @@ public interface CompletionOrBuilder extends
    * The seed that was used: the first completion's plus `index`, modulo 2^64.
    * </pre>
    *
-   * <code>uint64 seed = 8;</code>
+   * <code>uint64 seed = 9;</code>
    * @return The seed.
    */
   long getSeed();
 
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   java.util.List<dev.icehouse.v1.ToolCall> 
       getToolCallsList();
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   dev.icehouse.v1.ToolCall getToolCalls(int index);
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   int getToolCallsCount();
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
       getToolCallsOrBuilderList();
   /**
    * <pre>
-   * The calls that the model made, in order. Absent: none.
+   * The calls that the model made, in order.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 9;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
    */
   dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
       int index);
 
   /**
    * <pre>
-   * What the model thought before it spoke. Absent: none.
+   * Parts of `text` that began as tool calls and cannot be parsed.
    * </pre>
    *
-   * <code>string reasoning = 10;</code>
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  java.util.List<dev.icehouse.v1.MalformedToolCall> 
+      getMalformedToolCallsList();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index);
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  int getMalformedToolCallsCount();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
+      getMalformedToolCallsOrBuilderList();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 11;</code>
+   */
+  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
+      int index);
+
+  /**
+   * <pre>
+   * The model's reasoning before its answer. Empty: none.
+   * </pre>
+   *
+   * <code>string reasoning = 12;</code>
    * @return The reasoning.
    */
   java.lang.String getReasoning();
   /**
    * <pre>
-   * What the model thought before it spoke. Absent: none.
+   * The model's reasoning before its answer. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 10;</code>
+   * <code>string reasoning = 12;</code>
    * @return The bytes for reasoning.
    */
   com.google.protobuf.ByteString
@@ -245,108 +299,45 @@ public interface CompletionOrBuilder extends
 
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   java.util.List<dev.icehouse.v1.TokenLogprobs> 
       getLogprobsList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   dev.icehouse.v1.TokenLogprobs getLogprobs(int index);
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   int getLogprobsCount();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
       getLogprobsOrBuilderList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 11;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 13;</code>
    */
   dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
       int index);
-
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  java.util.List<dev.icehouse.v1.MalformedToolCall> 
-      getMalformedToolCallsList();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index);
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  int getMalformedToolCallsCount();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
-      getMalformedToolCallsOrBuilderList();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
-   */
-  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
-      int index);
-
-  /**
-   * <pre>
-   * The token that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 13;</code>
-   * @return Whether the stopTokenId field is set.
-   */
-  boolean hasStopTokenId();
-  /**
-   * <pre>
-   * The token that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 13;</code>
-   * @return The stopTokenId.
-   */
-  int getStopTokenId();
 }

@@ -32,20 +32,19 @@ public final class CompletionOuterClass {
       "\n\034icehouse/v1/completion.proto\022\013icehouse" +
       ".v1\032\032icehouse/v1/logprobs.proto\032\026icehous" +
       "e/v1/tool.proto\032\027icehouse/v1/usage.proto" +
-      "\"\312\003\n\nCompletion\022\r\n\005index\030\001 \001(\005\022\014\n\004text\030\002" +
+      "\"\265\003\n\nCompletion\022\r\n\005index\030\001 \001(\005\022\014\n\004text\030\002" +
       " \001(\t\022\021\n\ttoken_ids\030\003 \003(\005\0220\n\rfinish_reason" +
-      "\030\004 \001(\0162\031.icehouse.v1.FinishReason\022\030\n\013sto" +
-      "p_string\030\005 \001(\tH\000\210\001\001\022!\n\005usage\030\006 \001(\0132\022.ice" +
-      "house.v1.Usage\022\'\n\005cache\030\007 \001(\0132\030.icehouse" +
-      ".v1.CacheReport\022\014\n\004seed\030\010 \001(\004\022)\n\ntool_ca" +
-      "lls\030\t \003(\0132\025.icehouse.v1.ToolCall\022\021\n\treas" +
-      "oning\030\n \001(\t\022,\n\010logprobs\030\013 \003(\0132\032.icehouse" +
-      ".v1.TokenLogprobs\022<\n\024malformed_tool_call" +
-      "s\030\014 \003(\0132\036.icehouse.v1.MalformedToolCall\022" +
-      "\032\n\rstop_token_id\030\r \001(\005H\001\210\001\001B\016\n\014_stop_str" +
-      "ingB\020\n\016_stop_token_idB<\n\017dev.icehouse.v1" +
-      "P\001Z\'icehouse.dev/api/icehouse/v1;icehous" +
-      "ev1b\006proto3"
+      "\030\004 \001(\0162\031.icehouse.v1.FinishReason\022\023\n\013sto" +
+      "p_string\030\005 \001(\t\022\032\n\rstop_token_id\030\006 \001(\005H\000\210" +
+      "\001\001\022!\n\005usage\030\007 \001(\0132\022.icehouse.v1.Usage\022\'\n" +
+      "\005cache\030\010 \001(\0132\030.icehouse.v1.CacheReport\022\014" +
+      "\n\004seed\030\t \001(\004\022)\n\ntool_calls\030\n \003(\0132\025.iceho" +
+      "use.v1.ToolCall\022<\n\024malformed_tool_calls\030" +
+      "\013 \003(\0132\036.icehouse.v1.MalformedToolCall\022\021\n" +
+      "\treasoning\030\014 \001(\t\022,\n\010logprobs\030\r \003(\0132\032.ice" +
+      "house.v1.TokenLogprobsB\020\n\016_stop_token_id" +
+      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
+      "icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -59,7 +58,7 @@ public final class CompletionOuterClass {
     internal_static_icehouse_v1_Completion_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Completion_descriptor,
-        new java.lang.String[] { "Index", "Text", "TokenIds", "FinishReason", "StopString", "Usage", "Cache", "Seed", "ToolCalls", "Reasoning", "Logprobs", "MalformedToolCalls", "StopTokenId", });
+        new java.lang.String[] { "Index", "Text", "TokenIds", "FinishReason", "StopString", "StopTokenId", "Usage", "Cache", "Seed", "ToolCalls", "MalformedToolCalls", "Reasoning", "Logprobs", });
     dev.icehouse.v1.Logprobs.getDescriptor();
     dev.icehouse.v1.ToolOuterClass.getDescriptor();
     dev.icehouse.v1.UsageOuterClass.getDescriptor();

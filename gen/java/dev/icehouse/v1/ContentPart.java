@@ -32,13 +32,13 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ContentPart_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ContentPart_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ContentPart_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ContentPart_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.ContentPart.class, dev.icehouse.v1.ContentPart.Builder.class);
   }
@@ -152,11 +152,11 @@ private static final long serialVersionUID = 0L;
   public static final int IMAGE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -168,11 +168,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -187,11 +187,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -401,13 +401,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.ContentPartOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ContentPart_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ContentPart_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ContentPart_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ContentPart_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.ContentPart.class, dev.icehouse.v1.ContentPart.Builder.class);
     }
@@ -437,7 +437,7 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ContentPart_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ContentPart_descriptor;
     }
 
     @java.lang.Override
@@ -727,11 +727,11 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ImagePart, dev.icehouse.v1.ImagePart.Builder, dev.icehouse.v1.ImagePartOrBuilder> imageBuilder_;
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -743,11 +743,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -769,11 +769,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -793,11 +793,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -815,11 +815,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -846,11 +846,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -873,11 +873,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -887,11 +887,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -909,11 +909,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-     * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-     * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-     * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-     * more of them than `server.max_images`.
+     * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+     * to the model in a user's turn after them, since few model families show images in a result; where there are
+     * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+     * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+     * has more images than `server.max_images`.
      * </pre>
      *
      * <code>.icehouse.v1.ImagePart image = 2;</code>

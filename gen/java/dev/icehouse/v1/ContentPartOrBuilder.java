@@ -39,11 +39,11 @@ public interface ContentPartOrBuilder extends
 
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -52,11 +52,11 @@ public interface ContentPartOrBuilder extends
   boolean hasImage();
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>
@@ -65,11 +65,11 @@ public interface ContentPartOrBuilder extends
   dev.icehouse.v1.ImagePart getImage();
   /**
    * <pre>
-   * An image. Only for "user" and "tool" (CHAT_INVALID). Images of "tool" messages that follow one another
-   * are shown to the model in a user's turn behind them, since few families show any in a result; where there
-   * are several such messages, that turn says which one an image is of. Refused with IMAGES_UNSUPPORTED where
-   * the model reads text alone, which `Model.reads_images` tells, and with IMAGE_INVALID when the request has
-   * more of them than `server.max_images`.
+   * An image. Only with ROLE_USER and ROLE_TOOL (CHAT_INVALID). Images of consecutive tool messages are shown
+   * to the model in a user's turn after them, since few model families show images in a result; where there are
+   * several such messages, that turn says which one each image belongs to. Refused with IMAGES_UNSUPPORTED
+   * where the model reads only text (see `Model.reads_images`), and with IMAGE_INVALID when the request
+   * has more images than `server.max_images`.
    * </pre>
    *
    * <code>.icehouse.v1.ImagePart image = 2;</code>

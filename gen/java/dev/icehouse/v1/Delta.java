@@ -145,7 +145,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object reasoning_ = "";
   /**
    * <pre>
-   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
    * </pre>
    *
    * <code>string reasoning = 3;</code>
@@ -166,7 +166,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
    * </pre>
    *
    * <code>string reasoning = 3;</code>
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.ToolCallDelta toolCall_;
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -203,7 +203,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -215,7 +215,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -225,90 +225,14 @@ private static final long serialVersionUID = 0L;
     return toolCall_ == null ? dev.icehouse.v1.ToolCallDelta.getDefaultInstance() : toolCall_;
   }
 
-  public static final int LOGPROBS_FIELD_NUMBER = 5;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_;
-  /**
-   * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
-    return logprobs_;
-  }
-  /**
-   * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
-      getLogprobsOrBuilderList() {
-    return logprobs_;
-  }
-  /**
-   * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
-   */
-  @java.lang.Override
-  public int getLogprobsCount() {
-    return logprobs_.size();
-  }
-  /**
-   * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
-    return logprobs_.get(index);
-  }
-  /**
-   * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
-      int index) {
-    return logprobs_.get(index);
-  }
-
-  public static final int COMPLETION_INDEX_FIELD_NUMBER = 6;
-  private int completionIndex_ = 0;
-  /**
-   * <pre>
-   * Which completion it belongs to, from 0.
-   * </pre>
-   *
-   * <code>int32 completion_index = 6;</code>
-   * @return The completionIndex.
-   */
-  @java.lang.Override
-  public int getCompletionIndex() {
-    return completionIndex_;
-  }
-
-  public static final int MALFORMED_TOOL_CALL_FIELD_NUMBER = 30;
+  public static final int MALFORMED_TOOL_CALL_FIELD_NUMBER = 5;
   private dev.icehouse.v1.MalformedToolCall malformedToolCall_;
   /**
    * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
+   * Set where `text` of this delta is a call that cannot be parsed.
    * </pre>
    *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
    * @return Whether the malformedToolCall field is set.
    */
   @java.lang.Override
@@ -317,10 +241,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
+   * Set where `text` of this delta is a call that cannot be parsed.
    * </pre>
    *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
    * @return The malformedToolCall.
    */
   @java.lang.Override
@@ -329,14 +253,90 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
+   * Set where `text` of this delta is a call that cannot be parsed.
    * </pre>
    *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallOrBuilder() {
     return malformedToolCall_ == null ? dev.icehouse.v1.MalformedToolCall.getDefaultInstance() : malformedToolCall_;
+  }
+
+  public static final int LOGPROBS_FIELD_NUMBER = 6;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_;
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
+    return logprobs_;
+  }
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
+      getLogprobsOrBuilderList() {
+    return logprobs_;
+  }
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
+   */
+  @java.lang.Override
+  public int getLogprobsCount() {
+    return logprobs_.size();
+  }
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
+    return logprobs_.get(index);
+  }
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
+      int index) {
+    return logprobs_.get(index);
+  }
+
+  public static final int COMPLETION_INDEX_FIELD_NUMBER = 7;
+  private int completionIndex_ = 0;
+  /**
+   * <pre>
+   * Which completion it belongs to, from 0.
+   * </pre>
+   *
+   * <code>int32 completion_index = 7;</code>
+   * @return The completionIndex.
+   */
+  @java.lang.Override
+  public int getCompletionIndex() {
+    return completionIndex_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -370,14 +370,14 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000001) != 0)) {
       output.writeMessage(4, getToolCall());
     }
+    if (((bitField0_ & 0x00000002) != 0)) {
+      output.writeMessage(5, getMalformedToolCall());
+    }
     for (int i = 0; i < logprobs_.size(); i++) {
-      output.writeMessage(5, logprobs_.get(i));
+      output.writeMessage(6, logprobs_.get(i));
     }
     if (completionIndex_ != 0) {
-      output.writeInt32(6, completionIndex_);
-    }
-    if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(30, getMalformedToolCall());
+      output.writeInt32(7, completionIndex_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -412,17 +412,17 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(4, getToolCall());
     }
+    if (((bitField0_ & 0x00000002) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(5, getMalformedToolCall());
+    }
     for (int i = 0; i < logprobs_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(5, logprobs_.get(i));
+        .computeMessageSize(6, logprobs_.get(i));
     }
     if (completionIndex_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(6, completionIndex_);
-    }
-    if (((bitField0_ & 0x00000002) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(30, getMalformedToolCall());
+        .computeInt32Size(7, completionIndex_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -450,15 +450,15 @@ private static final long serialVersionUID = 0L;
       if (!getToolCall()
           .equals(other.getToolCall())) return false;
     }
-    if (!getLogprobsList()
-        .equals(other.getLogprobsList())) return false;
-    if (getCompletionIndex()
-        != other.getCompletionIndex()) return false;
     if (hasMalformedToolCall() != other.hasMalformedToolCall()) return false;
     if (hasMalformedToolCall()) {
       if (!getMalformedToolCall()
           .equals(other.getMalformedToolCall())) return false;
     }
+    if (!getLogprobsList()
+        .equals(other.getLogprobsList())) return false;
+    if (getCompletionIndex()
+        != other.getCompletionIndex()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -482,16 +482,16 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + TOOL_CALL_FIELD_NUMBER;
       hash = (53 * hash) + getToolCall().hashCode();
     }
+    if (hasMalformedToolCall()) {
+      hash = (37 * hash) + MALFORMED_TOOL_CALL_FIELD_NUMBER;
+      hash = (53 * hash) + getMalformedToolCall().hashCode();
+    }
     if (getLogprobsCount() > 0) {
       hash = (37 * hash) + LOGPROBS_FIELD_NUMBER;
       hash = (53 * hash) + getLogprobsList().hashCode();
     }
     hash = (37 * hash) + COMPLETION_INDEX_FIELD_NUMBER;
     hash = (53 * hash) + getCompletionIndex();
-    if (hasMalformedToolCall()) {
-      hash = (37 * hash) + MALFORMED_TOOL_CALL_FIELD_NUMBER;
-      hash = (53 * hash) + getMalformedToolCall().hashCode();
-    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -627,8 +627,8 @@ private static final long serialVersionUID = 0L;
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
         getToolCallFieldBuilder();
-        getLogprobsFieldBuilder();
         getMalformedToolCallFieldBuilder();
+        getLogprobsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -643,19 +643,19 @@ private static final long serialVersionUID = 0L;
         toolCallBuilder_.dispose();
         toolCallBuilder_ = null;
       }
+      malformedToolCall_ = null;
+      if (malformedToolCallBuilder_ != null) {
+        malformedToolCallBuilder_.dispose();
+        malformedToolCallBuilder_ = null;
+      }
       if (logprobsBuilder_ == null) {
         logprobs_ = java.util.Collections.emptyList();
       } else {
         logprobs_ = null;
         logprobsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00000010);
+      bitField0_ = (bitField0_ & ~0x00000020);
       completionIndex_ = 0;
-      malformedToolCall_ = null;
-      if (malformedToolCallBuilder_ != null) {
-        malformedToolCallBuilder_.dispose();
-        malformedToolCallBuilder_ = null;
-      }
       return this;
     }
 
@@ -690,9 +690,9 @@ private static final long serialVersionUID = 0L;
 
     private void buildPartialRepeatedFields(dev.icehouse.v1.Delta result) {
       if (logprobsBuilder_ == null) {
-        if (((bitField0_ & 0x00000010) != 0)) {
+        if (((bitField0_ & 0x00000020) != 0)) {
           logprobs_ = java.util.Collections.unmodifiableList(logprobs_);
-          bitField0_ = (bitField0_ & ~0x00000010);
+          bitField0_ = (bitField0_ & ~0x00000020);
         }
         result.logprobs_ = logprobs_;
       } else {
@@ -719,14 +719,14 @@ private static final long serialVersionUID = 0L;
             : toolCallBuilder_.build();
         to_bitField0_ |= 0x00000001;
       }
-      if (((from_bitField0_ & 0x00000020) != 0)) {
-        result.completionIndex_ = completionIndex_;
-      }
-      if (((from_bitField0_ & 0x00000040) != 0)) {
+      if (((from_bitField0_ & 0x00000010) != 0)) {
         result.malformedToolCall_ = malformedToolCallBuilder_ == null
             ? malformedToolCall_
             : malformedToolCallBuilder_.build();
         to_bitField0_ |= 0x00000002;
+      }
+      if (((from_bitField0_ & 0x00000040) != 0)) {
+        result.completionIndex_ = completionIndex_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -799,11 +799,14 @@ private static final long serialVersionUID = 0L;
       if (other.hasToolCall()) {
         mergeToolCall(other.getToolCall());
       }
+      if (other.hasMalformedToolCall()) {
+        mergeMalformedToolCall(other.getMalformedToolCall());
+      }
       if (logprobsBuilder_ == null) {
         if (!other.logprobs_.isEmpty()) {
           if (logprobs_.isEmpty()) {
             logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000010);
+            bitField0_ = (bitField0_ & ~0x00000020);
           } else {
             ensureLogprobsIsMutable();
             logprobs_.addAll(other.logprobs_);
@@ -816,7 +819,7 @@ private static final long serialVersionUID = 0L;
             logprobsBuilder_.dispose();
             logprobsBuilder_ = null;
             logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000010);
+            bitField0_ = (bitField0_ & ~0x00000020);
             logprobsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getLogprobsFieldBuilder() : null;
@@ -827,9 +830,6 @@ private static final long serialVersionUID = 0L;
       }
       if (other.getCompletionIndex() != 0) {
         setCompletionIndex(other.getCompletionIndex());
-      }
-      if (other.hasMalformedToolCall()) {
-        mergeMalformedToolCall(other.getMalformedToolCall());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -891,6 +891,13 @@ private static final long serialVersionUID = 0L;
               break;
             } // case 34
             case 42: {
+              input.readMessage(
+                  getMalformedToolCallFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000010;
+              break;
+            } // case 42
+            case 50: {
               dev.icehouse.v1.TokenLogprobs m =
                   input.readMessage(
                       dev.icehouse.v1.TokenLogprobs.parser(),
@@ -902,19 +909,12 @@ private static final long serialVersionUID = 0L;
                 logprobsBuilder_.addMessage(m);
               }
               break;
-            } // case 42
-            case 48: {
+            } // case 50
+            case 56: {
               completionIndex_ = input.readInt32();
-              bitField0_ |= 0x00000020;
-              break;
-            } // case 48
-            case 242: {
-              input.readMessage(
-                  getMalformedToolCallFieldBuilder().getBuilder(),
-                  extensionRegistry);
               bitField0_ |= 0x00000040;
               break;
-            } // case 242
+            } // case 56
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1146,7 +1146,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object reasoning_ = "";
     /**
      * <pre>
-     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
      * </pre>
      *
      * <code>string reasoning = 3;</code>
@@ -1166,7 +1166,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
      * </pre>
      *
      * <code>string reasoning = 3;</code>
@@ -1187,7 +1187,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
      * </pre>
      *
      * <code>string reasoning = 3;</code>
@@ -1204,7 +1204,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
      * </pre>
      *
      * <code>string reasoning = 3;</code>
@@ -1218,7 +1218,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+     * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
      * </pre>
      *
      * <code>string reasoning = 3;</code>
@@ -1240,7 +1240,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ToolCallDelta, dev.icehouse.v1.ToolCallDelta.Builder, dev.icehouse.v1.ToolCallDeltaOrBuilder> toolCallBuilder_;
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1251,7 +1251,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1266,7 +1266,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1286,7 +1286,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1304,7 +1304,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1329,7 +1329,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1346,7 +1346,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1358,7 +1358,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1373,7 +1373,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+     * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
      * </pre>
      *
      * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -1392,12 +1392,169 @@ private static final long serialVersionUID = 0L;
       return toolCallBuilder_;
     }
 
+    private dev.icehouse.v1.MalformedToolCall malformedToolCall_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder> malformedToolCallBuilder_;
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     * @return Whether the malformedToolCall field is set.
+     */
+    public boolean hasMalformedToolCall() {
+      return ((bitField0_ & 0x00000010) != 0);
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     * @return The malformedToolCall.
+     */
+    public dev.icehouse.v1.MalformedToolCall getMalformedToolCall() {
+      if (malformedToolCallBuilder_ == null) {
+        return malformedToolCall_ == null ? dev.icehouse.v1.MalformedToolCall.getDefaultInstance() : malformedToolCall_;
+      } else {
+        return malformedToolCallBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public Builder setMalformedToolCall(dev.icehouse.v1.MalformedToolCall value) {
+      if (malformedToolCallBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        malformedToolCall_ = value;
+      } else {
+        malformedToolCallBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public Builder setMalformedToolCall(
+        dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
+      if (malformedToolCallBuilder_ == null) {
+        malformedToolCall_ = builderForValue.build();
+      } else {
+        malformedToolCallBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public Builder mergeMalformedToolCall(dev.icehouse.v1.MalformedToolCall value) {
+      if (malformedToolCallBuilder_ == null) {
+        if (((bitField0_ & 0x00000010) != 0) &&
+          malformedToolCall_ != null &&
+          malformedToolCall_ != dev.icehouse.v1.MalformedToolCall.getDefaultInstance()) {
+          getMalformedToolCallBuilder().mergeFrom(value);
+        } else {
+          malformedToolCall_ = value;
+        }
+      } else {
+        malformedToolCallBuilder_.mergeFrom(value);
+      }
+      if (malformedToolCall_ != null) {
+        bitField0_ |= 0x00000010;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public Builder clearMalformedToolCall() {
+      bitField0_ = (bitField0_ & ~0x00000010);
+      malformedToolCall_ = null;
+      if (malformedToolCallBuilder_ != null) {
+        malformedToolCallBuilder_.dispose();
+        malformedToolCallBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public dev.icehouse.v1.MalformedToolCall.Builder getMalformedToolCallBuilder() {
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return getMalformedToolCallFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallOrBuilder() {
+      if (malformedToolCallBuilder_ != null) {
+        return malformedToolCallBuilder_.getMessageOrBuilder();
+      } else {
+        return malformedToolCall_ == null ?
+            dev.icehouse.v1.MalformedToolCall.getDefaultInstance() : malformedToolCall_;
+      }
+    }
+    /**
+     * <pre>
+     * Set where `text` of this delta is a call that cannot be parsed.
+     * </pre>
+     *
+     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder> 
+        getMalformedToolCallFieldBuilder() {
+      if (malformedToolCallBuilder_ == null) {
+        malformedToolCallBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
+                getMalformedToolCall(),
+                getParentForChildren(),
+                isClean());
+        malformedToolCall_ = null;
+      }
+      return malformedToolCallBuilder_;
+    }
+
     private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_ =
       java.util.Collections.emptyList();
     private void ensureLogprobsIsMutable() {
-      if (!((bitField0_ & 0x00000010) != 0)) {
+      if (!((bitField0_ & 0x00000020) != 0)) {
         logprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(logprobs_);
-        bitField0_ |= 0x00000010;
+        bitField0_ |= 0x00000020;
        }
     }
 
@@ -1406,10 +1563,10 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
       if (logprobsBuilder_ == null) {
@@ -1420,10 +1577,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public int getLogprobsCount() {
       if (logprobsBuilder_ == null) {
@@ -1434,10 +1591,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
       if (logprobsBuilder_ == null) {
@@ -1448,10 +1605,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder setLogprobs(
         int index, dev.icehouse.v1.TokenLogprobs value) {
@@ -1469,10 +1626,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder setLogprobs(
         int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
@@ -1487,10 +1644,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder addLogprobs(dev.icehouse.v1.TokenLogprobs value) {
       if (logprobsBuilder_ == null) {
@@ -1507,10 +1664,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder addLogprobs(
         int index, dev.icehouse.v1.TokenLogprobs value) {
@@ -1528,10 +1685,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder addLogprobs(
         dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
@@ -1546,10 +1703,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder addLogprobs(
         int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
@@ -1564,10 +1721,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder addAllLogprobs(
         java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
@@ -1583,15 +1740,15 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder clearLogprobs() {
       if (logprobsBuilder_ == null) {
         logprobs_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000010);
+        bitField0_ = (bitField0_ & ~0x00000020);
         onChanged();
       } else {
         logprobsBuilder_.clear();
@@ -1600,10 +1757,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public Builder removeLogprobs(int index) {
       if (logprobsBuilder_ == null) {
@@ -1617,10 +1774,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public dev.icehouse.v1.TokenLogprobs.Builder getLogprobsBuilder(
         int index) {
@@ -1628,10 +1785,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
         int index) {
@@ -1642,10 +1799,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
          getLogprobsOrBuilderList() {
@@ -1657,10 +1814,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder() {
       return getLogprobsFieldBuilder().addBuilder(
@@ -1668,10 +1825,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder(
         int index) {
@@ -1680,10 +1837,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
+     * One for each of `token_ids`. Empty: not requested.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
      */
     public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
          getLogprobsBuilderList() {
@@ -1696,7 +1853,7 @@ private static final long serialVersionUID = 0L;
         logprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
                 logprobs_,
-                ((bitField0_ & 0x00000010) != 0),
+                ((bitField0_ & 0x00000020) != 0),
                 getParentForChildren(),
                 isClean());
         logprobs_ = null;
@@ -1710,7 +1867,7 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 6;</code>
+     * <code>int32 completion_index = 7;</code>
      * @return The completionIndex.
      */
     @java.lang.Override
@@ -1722,14 +1879,14 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 6;</code>
+     * <code>int32 completion_index = 7;</code>
      * @param value The completionIndex to set.
      * @return This builder for chaining.
      */
     public Builder setCompletionIndex(int value) {
 
       completionIndex_ = value;
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000040;
       onChanged();
       return this;
     }
@@ -1738,171 +1895,14 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 6;</code>
+     * <code>int32 completion_index = 7;</code>
      * @return This builder for chaining.
      */
     public Builder clearCompletionIndex() {
-      bitField0_ = (bitField0_ & ~0x00000020);
+      bitField0_ = (bitField0_ & ~0x00000040);
       completionIndex_ = 0;
       onChanged();
       return this;
-    }
-
-    private dev.icehouse.v1.MalformedToolCall malformedToolCall_;
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder> malformedToolCallBuilder_;
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     * @return Whether the malformedToolCall field is set.
-     */
-    public boolean hasMalformedToolCall() {
-      return ((bitField0_ & 0x00000040) != 0);
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     * @return The malformedToolCall.
-     */
-    public dev.icehouse.v1.MalformedToolCall getMalformedToolCall() {
-      if (malformedToolCallBuilder_ == null) {
-        return malformedToolCall_ == null ? dev.icehouse.v1.MalformedToolCall.getDefaultInstance() : malformedToolCall_;
-      } else {
-        return malformedToolCallBuilder_.getMessage();
-      }
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public Builder setMalformedToolCall(dev.icehouse.v1.MalformedToolCall value) {
-      if (malformedToolCallBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        malformedToolCall_ = value;
-      } else {
-        malformedToolCallBuilder_.setMessage(value);
-      }
-      bitField0_ |= 0x00000040;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public Builder setMalformedToolCall(
-        dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
-      if (malformedToolCallBuilder_ == null) {
-        malformedToolCall_ = builderForValue.build();
-      } else {
-        malformedToolCallBuilder_.setMessage(builderForValue.build());
-      }
-      bitField0_ |= 0x00000040;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public Builder mergeMalformedToolCall(dev.icehouse.v1.MalformedToolCall value) {
-      if (malformedToolCallBuilder_ == null) {
-        if (((bitField0_ & 0x00000040) != 0) &&
-          malformedToolCall_ != null &&
-          malformedToolCall_ != dev.icehouse.v1.MalformedToolCall.getDefaultInstance()) {
-          getMalformedToolCallBuilder().mergeFrom(value);
-        } else {
-          malformedToolCall_ = value;
-        }
-      } else {
-        malformedToolCallBuilder_.mergeFrom(value);
-      }
-      if (malformedToolCall_ != null) {
-        bitField0_ |= 0x00000040;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public Builder clearMalformedToolCall() {
-      bitField0_ = (bitField0_ & ~0x00000040);
-      malformedToolCall_ = null;
-      if (malformedToolCallBuilder_ != null) {
-        malformedToolCallBuilder_.dispose();
-        malformedToolCallBuilder_ = null;
-      }
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public dev.icehouse.v1.MalformedToolCall.Builder getMalformedToolCallBuilder() {
-      bitField0_ |= 0x00000040;
-      onChanged();
-      return getMalformedToolCallFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallOrBuilder() {
-      if (malformedToolCallBuilder_ != null) {
-        return malformedToolCallBuilder_.getMessageOrBuilder();
-      } else {
-        return malformedToolCall_ == null ?
-            dev.icehouse.v1.MalformedToolCall.getDefaultInstance() : malformedToolCall_;
-      }
-    }
-    /**
-     * <pre>
-     * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-     * </pre>
-     *
-     * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder> 
-        getMalformedToolCallFieldBuilder() {
-      if (malformedToolCallBuilder_ == null) {
-        malformedToolCallBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
-                getMalformedToolCall(),
-                getParentForChildren(),
-                isClean());
-        malformedToolCall_ = null;
-      }
-      return malformedToolCallBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

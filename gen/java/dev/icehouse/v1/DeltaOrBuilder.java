@@ -62,7 +62,7 @@ public interface DeltaOrBuilder extends
 
   /**
    * <pre>
-   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
    * </pre>
    *
    * <code>string reasoning = 3;</code>
@@ -71,7 +71,7 @@ public interface DeltaOrBuilder extends
   java.lang.String getReasoning();
   /**
    * <pre>
-   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`. Absent: none.
+   * More of the model's reasoning, whole characters only; never with `text` or `tool_call`.
    * </pre>
    *
    * <code>string reasoning = 3;</code>
@@ -82,7 +82,7 @@ public interface DeltaOrBuilder extends
 
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -91,7 +91,7 @@ public interface DeltaOrBuilder extends
   boolean hasToolCall();
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -100,7 +100,7 @@ public interface DeltaOrBuilder extends
   dev.icehouse.v1.ToolCallDelta getToolCall();
   /**
    * <pre>
-   * A piece of a tool call; never with `text` or `reasoning`. Absent: none.
+   * A piece of a tool call; never with `text` or `reasoning`. Not set: none.
    * </pre>
    *
    * <code>.icehouse.v1.ToolCallDelta tool_call = 4;</code>
@@ -109,44 +109,71 @@ public interface DeltaOrBuilder extends
 
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * Set where `text` of this delta is a call that cannot be parsed.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+   * @return Whether the malformedToolCall field is set.
+   */
+  boolean hasMalformedToolCall();
+  /**
+   * <pre>
+   * Set where `text` of this delta is a call that cannot be parsed.
+   * </pre>
+   *
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+   * @return The malformedToolCall.
+   */
+  dev.icehouse.v1.MalformedToolCall getMalformedToolCall();
+  /**
+   * <pre>
+   * Set where `text` of this delta is a call that cannot be parsed.
+   * </pre>
+   *
+   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 5;</code>
+   */
+  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallOrBuilder();
+
+  /**
+   * <pre>
+   * One for each of `token_ids`. Empty: not requested.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
    */
   java.util.List<dev.icehouse.v1.TokenLogprobs> 
       getLogprobsList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
    */
   dev.icehouse.v1.TokenLogprobs getLogprobs(int index);
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
    */
   int getLogprobsCount();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
    */
   java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
       getLogprobsOrBuilderList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 5;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 6;</code>
    */
   dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
       int index);
@@ -156,35 +183,8 @@ public interface DeltaOrBuilder extends
    * Which completion it belongs to, from 0.
    * </pre>
    *
-   * <code>int32 completion_index = 6;</code>
+   * <code>int32 completion_index = 7;</code>
    * @return The completionIndex.
    */
   int getCompletionIndex();
-
-  /**
-   * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-   * </pre>
-   *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-   * @return Whether the malformedToolCall field is set.
-   */
-  boolean hasMalformedToolCall();
-  /**
-   * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-   * </pre>
-   *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-   * @return The malformedToolCall.
-   */
-  dev.icehouse.v1.MalformedToolCall getMalformedToolCall();
-  /**
-   * <pre>
-   * Says that `text` of this delta is a call that cannot be read as one. Absent: it is not.
-   * </pre>
-   *
-   * <code>.icehouse.v1.MalformedToolCall malformed_tool_call = 30;</code>
-   */
-  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallOrBuilder();
 }

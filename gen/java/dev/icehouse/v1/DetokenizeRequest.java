@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -98,7 +98,7 @@ private static final long serialVersionUID = 0L;
       emptyIntList();
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *
@@ -112,7 +112,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *
@@ -124,7 +124,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *
@@ -530,7 +530,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -550,7 +550,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -571,7 +571,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -588,7 +588,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -602,7 +602,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -628,7 +628,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -642,7 +642,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -654,7 +654,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -667,7 +667,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -687,7 +687,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -705,7 +705,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *
@@ -724,7 +724,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+     * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
      * (TOKEN_OUT_OF_RANGE).
      * </pre>
      *

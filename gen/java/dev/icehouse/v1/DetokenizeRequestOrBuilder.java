@@ -10,7 +10,7 @@ public interface DetokenizeRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface DetokenizeRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -30,7 +30,7 @@ public interface DetokenizeRequestOrBuilder extends
 
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *
@@ -40,7 +40,7 @@ public interface DetokenizeRequestOrBuilder extends
   java.util.List<java.lang.Integer> getTokenIdsList();
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *
@@ -50,7 +50,7 @@ public interface DetokenizeRequestOrBuilder extends
   int getTokenIdsCount();
   /**
    * <pre>
-   * The tokens, none to at most as many as Tokenize takes characters (PROMPT_TOO_LONG); each in the vocabulary
+   * The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
    * (TOKEN_OUT_OF_RANGE).
    * </pre>
    *

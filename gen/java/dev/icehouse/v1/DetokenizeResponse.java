@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-   * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+   * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-   * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+   * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -427,7 +427,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-     * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+     * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -448,7 +448,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-     * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+     * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -470,7 +470,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-     * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+     * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -488,7 +488,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-     * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+     * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -503,7 +503,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-     * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+     * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
      * </pre>
      *
      * <code>string text = 1;</code>

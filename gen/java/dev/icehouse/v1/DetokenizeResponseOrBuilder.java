@@ -11,7 +11,7 @@ public interface DetokenizeResponseOrBuilder extends
   /**
    * <pre>
    * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-   * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+   * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -21,7 +21,7 @@ public interface DetokenizeResponseOrBuilder extends
   /**
    * <pre>
    * The text. Tokens that begin, end or pad a text are left out, other special tokens are spelled as the
-   * vocabulary has them, and bytes that are no UTF-8 are U+FFFD.
+   * vocabulary has them, and bytes that are not UTF-8 become U+FFFD.
    * </pre>
    *
    * <code>string text = 1;</code>

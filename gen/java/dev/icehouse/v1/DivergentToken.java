@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A token of one of two prompts that differ.
+ * One of two tokens that differ.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.DivergentToken}
@@ -64,7 +64,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object text_ = "";
   /**
    * <pre>
-   * Its text; U+FFFD where it is a part of a character.
+   * Its text; U+FFFD where it is part of a character.
    * </pre>
    *
    * <code>string text = 2;</code>
@@ -85,7 +85,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Its text; U+FFFD where it is a part of a character.
+   * Its text; U+FFFD where it is part of a character.
    * </pre>
    *
    * <code>string text = 2;</code>
@@ -275,7 +275,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A token of one of two prompts that differ.
+   * One of two tokens that differ.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.DivergentToken}
@@ -506,7 +506,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object text_ = "";
     /**
      * <pre>
-     * Its text; U+FFFD where it is a part of a character.
+     * Its text; U+FFFD where it is part of a character.
      * </pre>
      *
      * <code>string text = 2;</code>
@@ -526,7 +526,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its text; U+FFFD where it is a part of a character.
+     * Its text; U+FFFD where it is part of a character.
      * </pre>
      *
      * <code>string text = 2;</code>
@@ -547,7 +547,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its text; U+FFFD where it is a part of a character.
+     * Its text; U+FFFD where it is part of a character.
      * </pre>
      *
      * <code>string text = 2;</code>
@@ -564,7 +564,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its text; U+FFFD where it is a part of a character.
+     * Its text; U+FFFD where it is part of a character.
      * </pre>
      *
      * <code>string text = 2;</code>
@@ -578,7 +578,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its text; U+FFFD where it is a part of a character.
+     * Its text; U+FFFD where it is part of a character.
      * </pre>
      *
      * <code>string text = 2;</code>

@@ -20,7 +20,7 @@ public interface DivergentTokenOrBuilder extends
 
   /**
    * <pre>
-   * Its text; U+FFFD where it is a part of a character.
+   * Its text; U+FFFD where it is part of a character.
    * </pre>
    *
    * <code>string text = 2;</code>
@@ -29,7 +29,7 @@ public interface DivergentTokenOrBuilder extends
   java.lang.String getText();
   /**
    * <pre>
-   * Its text; U+FFFD where it is a part of a character.
+   * Its text; U+FFFD where it is part of a character.
    * </pre>
    *
    * <code>string text = 2;</code>

@@ -6,8 +6,8 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
- * request decodes, 128 tokens a step, and begins to help when it is complete.
+ * Guesses the most likely tokens of the server's draft model. The draft model computes the prompt while the
+ * request decodes, 128 tokens a step, and begins to guess when it is done.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.DraftModel}
@@ -192,8 +192,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Takes the likeliest tokens of the server's draft model. Its own cache of a prompt is made while the
-   * request decodes, 128 tokens a step, and begins to help when it is complete.
+   * Guesses the most likely tokens of the server's draft model. The draft model computes the prompt while the
+   * request decodes, 128 tokens a step, and begins to guess when it is done.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.DraftModel}

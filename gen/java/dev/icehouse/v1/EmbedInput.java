@@ -89,7 +89,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -101,7 +101,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -127,7 +127,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -600,7 +600,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -613,7 +613,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -640,7 +640,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -668,7 +668,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -686,7 +686,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -703,7 +703,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-     * the model was trained with is a part of it.
+     * the model was trained with is part of the text.
      * </pre>
      *
      * <code>string text = 1;</code>

@@ -11,7 +11,7 @@ public interface EmbedInputOrBuilder extends
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -21,7 +21,7 @@ public interface EmbedInputOrBuilder extends
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -31,7 +31,7 @@ public interface EmbedInputOrBuilder extends
   /**
    * <pre>
    * Plain text. The tokenizer adds the tokens that the model wants around it. An instruction that
-   * the model was trained with is a part of it.
+   * the model was trained with is part of the text.
    * </pre>
    *
    * <code>string text = 1;</code>

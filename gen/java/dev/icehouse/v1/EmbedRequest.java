@@ -54,7 +54,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -75,7 +75,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -101,7 +101,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -122,7 +122,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -148,7 +148,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.EmbedInput> inputs_;
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -159,7 +159,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -171,7 +171,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -182,7 +182,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -193,7 +193,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -208,7 +208,7 @@ private static final long serialVersionUID = 0L;
   private int pooling_ = 0;
   /**
    * <pre>
-   * How to pool. Absent: the last token.
+   * How to pool. Default: the last token.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -219,7 +219,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How to pool. Absent: the last token.
+   * How to pool. Default: the last token.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -235,7 +235,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-   * Absent: yes.
+   * Default: true.
    * </pre>
    *
    * <code>optional bool normalize = 5;</code>
@@ -248,7 +248,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-   * Absent: yes.
+   * Default: true.
    * </pre>
    *
    * <code>optional bool normalize = 5;</code>
@@ -263,8 +263,8 @@ private static final long serialVersionUID = 0L;
   private int dimensions_ = 0;
   /**
    * <pre>
-   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-   * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+   * representations. Truncated before normalizing. Default: all.
    * </pre>
    *
    * <code>int32 dimensions = 6;</code>
@@ -279,7 +279,7 @@ private static final long serialVersionUID = 0L;
   private int priority_ = 0;
   /**
    * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    * </pre>
    *
    * <code>int32 priority = 7;</code>
@@ -290,15 +290,15 @@ private static final long serialVersionUID = 0L;
     return priority_;
   }
 
-  public static final int ADAPTER_FIELD_NUMBER = 17;
+  public static final int ADAPTER_FIELD_NUMBER = 8;
   @SuppressWarnings("serial")
   private volatile java.lang.Object adapter_ = "";
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 8;</code>
    * @return The adapter.
    */
   @java.lang.Override
@@ -316,10 +316,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 8;</code>
    * @return The bytes for adapter.
    */
   @java.lang.Override
@@ -373,7 +373,7 @@ private static final long serialVersionUID = 0L;
       output.writeInt32(7, priority_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, adapter_);
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 8, adapter_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -411,7 +411,7 @@ private static final long serialVersionUID = 0L;
         .computeInt32Size(7, priority_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, adapter_);
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(8, adapter_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -865,11 +865,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000040;
               break;
             } // case 56
-            case 138: {
+            case 66: {
               adapter_ = input.readStringRequireUtf8();
               bitField0_ |= 0x00000080;
               break;
-            } // case 138
+            } // case 66
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -890,7 +890,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -910,7 +910,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -931,7 +931,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -948,7 +948,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -962,7 +962,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -982,7 +982,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1002,7 +1002,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1023,7 +1023,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1040,7 +1040,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1054,7 +1054,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1085,7 +1085,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1099,7 +1099,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1113,7 +1113,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1127,7 +1127,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1148,7 +1148,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1166,7 +1166,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1186,7 +1186,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1207,7 +1207,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1225,7 +1225,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1243,7 +1243,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1262,7 +1262,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1279,7 +1279,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1296,7 +1296,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1307,7 +1307,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1321,7 +1321,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1336,7 +1336,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1347,7 +1347,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1359,7 +1359,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+     * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
      * </pre>
      *
      * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -1386,7 +1386,7 @@ private static final long serialVersionUID = 0L;
     private int pooling_ = 0;
     /**
      * <pre>
-     * How to pool. Absent: the last token.
+     * How to pool. Default: the last token.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1397,7 +1397,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Absent: the last token.
+     * How to pool. Default: the last token.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1412,7 +1412,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Absent: the last token.
+     * How to pool. Default: the last token.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1425,7 +1425,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Absent: the last token.
+     * How to pool. Default: the last token.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1443,7 +1443,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Absent: the last token.
+     * How to pool. Default: the last token.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1460,7 +1460,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-     * Absent: yes.
+     * Default: true.
      * </pre>
      *
      * <code>optional bool normalize = 5;</code>
@@ -1473,7 +1473,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-     * Absent: yes.
+     * Default: true.
      * </pre>
      *
      * <code>optional bool normalize = 5;</code>
@@ -1486,7 +1486,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-     * Absent: yes.
+     * Default: true.
      * </pre>
      *
      * <code>optional bool normalize = 5;</code>
@@ -1503,7 +1503,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-     * Absent: yes.
+     * Default: true.
      * </pre>
      *
      * <code>optional bool normalize = 5;</code>
@@ -1519,8 +1519,8 @@ private static final long serialVersionUID = 0L;
     private int dimensions_ ;
     /**
      * <pre>
-     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-     * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+     * representations. Truncated before normalizing. Default: all.
      * </pre>
      *
      * <code>int32 dimensions = 6;</code>
@@ -1532,8 +1532,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-     * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+     * representations. Truncated before normalizing. Default: all.
      * </pre>
      *
      * <code>int32 dimensions = 6;</code>
@@ -1549,8 +1549,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-     * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+     * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+     * representations. Truncated before normalizing. Default: all.
      * </pre>
      *
      * <code>int32 dimensions = 6;</code>
@@ -1566,7 +1566,7 @@ private static final long serialVersionUID = 0L;
     private int priority_ ;
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 7;</code>
@@ -1578,7 +1578,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 7;</code>
@@ -1594,7 +1594,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 7;</code>
@@ -1610,10 +1610,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object adapter_ = "";
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 8;</code>
      * @return The adapter.
      */
     public java.lang.String getAdapter() {
@@ -1630,10 +1630,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 8;</code>
      * @return The bytes for adapter.
      */
     public com.google.protobuf.ByteString
@@ -1651,10 +1651,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 8;</code>
      * @param value The adapter to set.
      * @return This builder for chaining.
      */
@@ -1668,10 +1668,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 8;</code>
      * @return This builder for chaining.
      */
     public Builder clearAdapter() {
@@ -1682,10 +1682,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 8;</code>
      * @param value The bytes for adapter to set.
      * @return This builder for chaining.
      */

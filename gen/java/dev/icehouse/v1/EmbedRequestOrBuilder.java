@@ -10,7 +10,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface EmbedRequestOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -30,7 +30,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -39,7 +39,7 @@ public interface EmbedRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -50,7 +50,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -59,7 +59,7 @@ public interface EmbedRequestOrBuilder extends
       getInputsList();
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -67,7 +67,7 @@ public interface EmbedRequestOrBuilder extends
   dev.icehouse.v1.EmbedInput getInputs(int index);
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -75,7 +75,7 @@ public interface EmbedRequestOrBuilder extends
   int getInputsCount();
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -84,7 +84,7 @@ public interface EmbedRequestOrBuilder extends
       getInputsOrBuilderList();
   /**
    * <pre>
-   * What to embed: 1 to the server's limit (64 by default; else PARAMETER_OUT_OF_RANGE).
+   * What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
    * </pre>
    *
    * <code>repeated .icehouse.v1.EmbedInput inputs = 3;</code>
@@ -94,7 +94,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * How to pool. Absent: the last token.
+   * How to pool. Default: the last token.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -103,7 +103,7 @@ public interface EmbedRequestOrBuilder extends
   int getPoolingValue();
   /**
    * <pre>
-   * How to pool. Absent: the last token.
+   * How to pool. Default: the last token.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -114,7 +114,7 @@ public interface EmbedRequestOrBuilder extends
   /**
    * <pre>
    * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-   * Absent: yes.
+   * Default: true.
    * </pre>
    *
    * <code>optional bool normalize = 5;</code>
@@ -124,7 +124,7 @@ public interface EmbedRequestOrBuilder extends
   /**
    * <pre>
    * Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
-   * Absent: yes.
+   * Default: true.
    * </pre>
    *
    * <code>optional bool normalize = 5;</code>
@@ -134,8 +134,8 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained so that
-   * these stand for the whole (Matryoshka). Cut before normalizing. Absent or 0: all.
+   * Leading dimensions to keep, 1 to the model's `embedding_dimensions`; for models trained with Matryoshka
+   * representations. Truncated before normalizing. Default: all.
    * </pre>
    *
    * <code>int32 dimensions = 6;</code>
@@ -145,7 +145,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    * </pre>
    *
    * <code>int32 priority = 7;</code>
@@ -155,19 +155,19 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 8;</code>
    * @return The adapter.
    */
   java.lang.String getAdapter();
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 8;</code>
    * @return The bytes for adapter.
    */
   com.google.protobuf.ByteString

@@ -52,7 +52,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -73,7 +73,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -221,7 +221,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration totalDuration_;
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -233,7 +233,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -245,7 +245,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -753,7 +753,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -773,7 +773,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -794,7 +794,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -811,7 +811,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -825,7 +825,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1295,7 +1295,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> totalDurationBuilder_;
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1306,7 +1306,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1321,7 +1321,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1341,7 +1341,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1359,7 +1359,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1384,7 +1384,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1401,7 +1401,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1413,7 +1413,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1428,7 +1428,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last vector.
+     * From the receipt of the request to the last vector.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>

@@ -10,7 +10,7 @@ public interface EmbedResponseOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface EmbedResponseOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -104,7 +104,7 @@ public interface EmbedResponseOrBuilder extends
 
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -113,7 +113,7 @@ public interface EmbedResponseOrBuilder extends
   boolean hasTotalDuration();
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -122,7 +122,7 @@ public interface EmbedResponseOrBuilder extends
   com.google.protobuf.Duration getTotalDuration();
   /**
    * <pre>
-   * From arrival to the last vector.
+   * From the receipt of the request to the last vector.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>

@@ -116,9 +116,9 @@ public final class EmbeddingServiceGrpc {
 
     /**
      * <pre>
-     * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-     * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-     * hidden states; else the refusals of InferenceService.Generate.
+     * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+     * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     default void embed(dev.icehouse.v1.EmbedRequest request,
@@ -164,9 +164,9 @@ public final class EmbeddingServiceGrpc {
 
     /**
      * <pre>
-     * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-     * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-     * hidden states; else the refusals of InferenceService.Generate.
+     * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+     * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public void embed(dev.icehouse.v1.EmbedRequest request,
@@ -198,9 +198,9 @@ public final class EmbeddingServiceGrpc {
 
     /**
      * <pre>
-     * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-     * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-     * hidden states; else the refusals of InferenceService.Generate.
+     * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+     * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) throws io.grpc.StatusException {
@@ -231,9 +231,9 @@ public final class EmbeddingServiceGrpc {
 
     /**
      * <pre>
-     * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-     * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-     * hidden states; else the refusals of InferenceService.Generate.
+     * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+     * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) {
@@ -264,9 +264,9 @@ public final class EmbeddingServiceGrpc {
 
     /**
      * <pre>
-     * Embeds several inputs. They are computed in slices between the decode steps of others, and taken in
-     * all together or not at all. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model shows no
-     * hidden states; else the refusals of InferenceService.Generate.
+     * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
+     * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EmbedResponse> embed(

@@ -51,7 +51,7 @@ public final class EmbeddingServiceOuterClass {
       "\022\'\n\006inputs\030\003 \003(\0132\027.icehouse.v1.EmbedInpu" +
       "t\022%\n\007pooling\030\004 \001(\0162\024.icehouse.v1.Pooling" +
       "\022\026\n\tnormalize\030\005 \001(\010H\000\210\001\001\022\022\n\ndimensions\030\006" +
-      " \001(\005\022\020\n\010priority\030\007 \001(\005\022\017\n\007adapter\030\021 \001(\tB" +
+      " \001(\005\022\020\n\010priority\030\007 \001(\005\022\017\n\007adapter\030\010 \001(\tB" +
       "\014\n\n_normalize\"Q\n\nEmbedInput\022\016\n\004text\030\001 \001(" +
       "\tH\000\022*\n\006tokens\030\002 \001(\0132\030.icehouse.v1.TokenP" +
       "romptH\000B\007\n\005input\"\250\001\n\rEmbedResponse\022\022\n\nre" +
@@ -71,7 +71,7 @@ public final class EmbeddingServiceOuterClass {
       .internalBuildGeneratedFileFrom(descriptorData,
         new com.google.protobuf.Descriptors.FileDescriptor[] {
           com.google.protobuf.DurationProto.getDescriptor(),
-          dev.icehouse.v1.Prompt.getDescriptor(),
+          dev.icehouse.v1.PromptOuterClass.getDescriptor(),
         });
     internal_static_icehouse_v1_EmbedRequest_descriptor =
       getDescriptor().getMessageTypes().get(0);
@@ -98,7 +98,7 @@ public final class EmbeddingServiceOuterClass {
         internal_static_icehouse_v1_Embedding_descriptor,
         new java.lang.String[] { "Values", "PromptTokens", });
     com.google.protobuf.DurationProto.getDescriptor();
-    dev.icehouse.v1.Prompt.getDescriptor();
+    dev.icehouse.v1.PromptOuterClass.getDescriptor();
   }
 
   // @@protoc_insertion_point(outer_class_scope)

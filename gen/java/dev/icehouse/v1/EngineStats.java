@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * The engine's counters. `*_count` are now, `*_total` since start.
+ * The engine's counters. `*_count` and `*_bytes` are current values, `*_total` are counted since the start.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.EngineStats}
@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration uptime_;
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -60,7 +60,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -101,7 +101,7 @@ private static final long serialVersionUID = 0L;
   private long mailboxLimit_ = 0L;
   /**
    * <pre>
-   * Most of them.
+   * Maximum of `mailbox_count`.
    * </pre>
    *
    * <code>int64 mailbox_limit = 3;</code>
@@ -131,7 +131,7 @@ private static final long serialVersionUID = 0L;
   private long waitingLimit_ = 0L;
   /**
    * <pre>
-   * Most of them; beyond it requests are refused with QUEUE_FULL.
+   * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
    * </pre>
    *
    * <code>int64 waiting_limit = 5;</code>
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   private long decodingLimit_ = 0L;
   /**
    * <pre>
-   * Most of them.
+   * Maximum of `decoding_count`.
    * </pre>
    *
    * <code>int64 decoding_limit = 9;</code>
@@ -217,56 +217,56 @@ private static final long serialVersionUID = 0L;
     return stepTotal_;
   }
 
-  public static final int DECODE_STEP_P50_FIELD_NUMBER = 11;
-  private com.google.protobuf.Duration decodeStepP50_;
+  public static final int DECODE_STEP_DURATION_P50_FIELD_NUMBER = 11;
+  private com.google.protobuf.Duration decodeStepDurationP50_;
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-   * @return Whether the decodeStepP50 field is set.
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+   * @return Whether the decodeStepDurationP50 field is set.
    */
   @java.lang.Override
-  public boolean hasDecodeStepP50() {
+  public boolean hasDecodeStepDurationP50() {
     return ((bitField0_ & 0x00000002) != 0);
   }
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-   * @return The decodeStepP50.
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+   * @return The decodeStepDurationP50.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getDecodeStepP50() {
-    return decodeStepP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP50_;
+  public com.google.protobuf.Duration getDecodeStepDurationP50() {
+    return decodeStepDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP50_;
   }
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getDecodeStepP50OrBuilder() {
-    return decodeStepP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP50_;
+  public com.google.protobuf.DurationOrBuilder getDecodeStepDurationP50OrBuilder() {
+    return decodeStepDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP50_;
   }
 
-  public static final int DECODE_STEP_P99_FIELD_NUMBER = 12;
-  private com.google.protobuf.Duration decodeStepP99_;
+  public static final int DECODE_STEP_DURATION_P99_FIELD_NUMBER = 12;
+  private com.google.protobuf.Duration decodeStepDurationP99_;
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-   * @return Whether the decodeStepP99 field is set.
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+   * @return Whether the decodeStepDurationP99 field is set.
    */
   @java.lang.Override
-  public boolean hasDecodeStepP99() {
+  public boolean hasDecodeStepDurationP99() {
     return ((bitField0_ & 0x00000004) != 0);
   }
   /**
@@ -274,23 +274,23 @@ private static final long serialVersionUID = 0L;
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-   * @return The decodeStepP99.
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+   * @return The decodeStepDurationP99.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getDecodeStepP99() {
-    return decodeStepP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP99_;
+  public com.google.protobuf.Duration getDecodeStepDurationP99() {
+    return decodeStepDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP99_;
   }
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getDecodeStepP99OrBuilder() {
-    return decodeStepP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP99_;
+  public com.google.protobuf.DurationOrBuilder getDecodeStepDurationP99OrBuilder() {
+    return decodeStepDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP99_;
   }
 
   public static final int PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER = 13;
@@ -312,7 +312,7 @@ private static final long serialVersionUID = 0L;
   private long acceptedTotal_ = 0L;
   /**
    * <pre>
-   * Requests taken in.
+   * Requests accepted.
    * </pre>
    *
    * <code>int64 accepted_total = 14;</code>
@@ -357,7 +357,7 @@ private static final long serialVersionUID = 0L;
   private long cancelledTotal_ = 0L;
   /**
    * <pre>
-   * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+   * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
    * </pre>
    *
    * <code>int64 cancelled_total = 17;</code>
@@ -372,7 +372,7 @@ private static final long serialVersionUID = 0L;
   private long failedTotal_ = 0L;
   /**
    * <pre>
-   * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+   * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
    * </pre>
    *
    * <code>int64 failed_total = 18;</code>
@@ -387,7 +387,7 @@ private static final long serialVersionUID = 0L;
   private long promptTokenTotal_ = 0L;
   /**
    * <pre>
-   * Prompt tokens of all begun requests.
+   * Prompt tokens of all requests that began.
    * </pre>
    *
    * <code>int64 prompt_token_total = 19;</code>
@@ -462,7 +462,7 @@ private static final long serialVersionUID = 0L;
   private long peakMemoryBytes_ = 0L;
   /**
    * <pre>
-   * Most of them since start.
+   * Maximum of `active_memory_bytes` since the start.
    * </pre>
    *
    * <code>int64 peak_memory_bytes = 24;</code>
@@ -477,7 +477,7 @@ private static final long serialVersionUID = 0L;
   private long memoryLimitBytes_ = 0L;
   /**
    * <pre>
-   * What the engine may use. 0: no limit.
+   * Maximum bytes that the engine may use. 0: no limit.
    * </pre>
    *
    * <code>int64 memory_limit_bytes = 25;</code>
@@ -492,7 +492,7 @@ private static final long serialVersionUID = 0L;
   private long parkedTotal_ = 0L;
   /**
    * <pre>
-   * Times a running request gave way to others for want of memory, and went on later.
+   * Times a running request was parked because memory was short, and continued later.
    * </pre>
    *
    * <code>int64 parked_total = 26;</code>
@@ -507,8 +507,8 @@ private static final long serialVersionUID = 0L;
   private long kvUsedBytes_ = 0L;
   /**
    * <pre>
-   * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-   * holds is not in it: that gives way.
+   * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+   * prefix cache, which shrinks when requests need memory.
    * </pre>
    *
    * <code>int64 kv_used_bytes = 27;</code>
@@ -523,7 +523,7 @@ private static final long serialVersionUID = 0L;
   private long kvLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes that KV may take beside the model. 0: no limit.
+   * Maximum bytes of KV, in addition to the model. 0: no limit.
    * </pre>
    *
    * <code>int64 kv_limit_bytes = 28;</code>
@@ -553,7 +553,7 @@ private static final long serialVersionUID = 0L;
   private long acceptedDraftTokenTotal_ = 0L;
   /**
    * <pre>
-   * Of these, tokens that came true.
+   * Of these, tokens that were accepted.
    * </pre>
    *
    * <code>int64 accepted_draft_token_total = 30;</code>
@@ -568,7 +568,7 @@ private static final long serialVersionUID = 0L;
   private long encodedImageTotal_ = 0L;
   /**
    * <pre>
-   * Images that the vision tower made vectors of.
+   * Images that the vision tower encoded.
    * </pre>
    *
    * <code>int64 encoded_image_total = 31;</code>
@@ -583,7 +583,7 @@ private static final long serialVersionUID = 0L;
   private long reusedImageTotal_ = 0L;
   /**
    * <pre>
-   * Images whose vectors were still there when a prompt needed them.
+   * Images whose vectors were still in memory when a prompt needed them.
    * </pre>
    *
    * <code>int64 reused_image_total = 32;</code>
@@ -594,49 +594,49 @@ private static final long serialVersionUID = 0L;
     return reusedImageTotal_;
   }
 
-  public static final int IMAGE_ENCODE_FIELD_NUMBER = 33;
-  private com.google.protobuf.Duration imageEncode_;
+  public static final int IMAGE_ENCODE_DURATION_FIELD_NUMBER = 33;
+  private com.google.protobuf.Duration imageEncodeDuration_;
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
-   * @return Whether the imageEncode field is set.
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+   * @return Whether the imageEncodeDuration field is set.
    */
   @java.lang.Override
-  public boolean hasImageEncode() {
+  public boolean hasImageEncodeDuration() {
     return ((bitField0_ & 0x00000008) != 0);
   }
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
-   * @return The imageEncode.
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+   * @return The imageEncodeDuration.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getImageEncode() {
-    return imageEncode_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncode_;
+  public com.google.protobuf.Duration getImageEncodeDuration() {
+    return imageEncodeDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncodeDuration_;
   }
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getImageEncodeOrBuilder() {
-    return imageEncode_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncode_;
+  public com.google.protobuf.DurationOrBuilder getImageEncodeDurationOrBuilder() {
+    return imageEncodeDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncodeDuration_;
   }
 
   public static final int IMAGE_FEATURE_BYTES_FIELD_NUMBER = 34;
   private long imageFeatureBytes_ = 0L;
   /**
    * <pre>
-   * Bytes of vectors that are kept for images that may come again.
+   * Bytes of image vectors that are kept for reuse.
    * </pre>
    *
    * <code>int64 image_feature_bytes = 34;</code>
@@ -651,7 +651,7 @@ private static final long serialVersionUID = 0L;
   private long imageFeatureLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most of them (`engine.image_feature_bytes`).
+   * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
    * </pre>
    *
    * <code>int64 image_feature_limit_bytes = 35;</code>
@@ -662,59 +662,59 @@ private static final long serialVersionUID = 0L;
     return imageFeatureLimitBytes_;
   }
 
-  public static final int PASS_P50_FIELD_NUMBER = 36;
-  private com.google.protobuf.Duration passP50_;
+  public static final int PASS_DURATION_P50_FIELD_NUMBER = 36;
+  private com.google.protobuf.Duration passDurationP50_;
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-   * @return Whether the passP50 field is set.
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+   * @return Whether the passDurationP50 field is set.
    */
   @java.lang.Override
-  public boolean hasPassP50() {
+  public boolean hasPassDurationP50() {
     return ((bitField0_ & 0x00000010) != 0);
   }
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-   * @return The passP50.
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+   * @return The passDurationP50.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getPassP50() {
-    return passP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP50_;
+  public com.google.protobuf.Duration getPassDurationP50() {
+    return passDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP50_;
   }
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getPassP50OrBuilder() {
-    return passP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP50_;
+  public com.google.protobuf.DurationOrBuilder getPassDurationP50OrBuilder() {
+    return passDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP50_;
   }
 
-  public static final int PASS_P99_FIELD_NUMBER = 37;
-  private com.google.protobuf.Duration passP99_;
+  public static final int PASS_DURATION_P99_FIELD_NUMBER = 37;
+  private com.google.protobuf.Duration passDurationP99_;
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-   * @return Whether the passP99 field is set.
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+   * @return Whether the passDurationP99 field is set.
    */
   @java.lang.Override
-  public boolean hasPassP99() {
+  public boolean hasPassDurationP99() {
     return ((bitField0_ & 0x00000020) != 0);
   }
   /**
@@ -722,23 +722,23 @@ private static final long serialVersionUID = 0L;
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-   * @return The passP99.
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+   * @return The passDurationP99.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getPassP99() {
-    return passP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP99_;
+  public com.google.protobuf.Duration getPassDurationP99() {
+    return passDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP99_;
   }
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getPassP99OrBuilder() {
-    return passP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP99_;
+  public com.google.protobuf.DurationOrBuilder getPassDurationP99OrBuilder() {
+    return passDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP99_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -786,10 +786,10 @@ private static final long serialVersionUID = 0L;
       output.writeInt64(10, stepTotal_);
     }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(11, getDecodeStepP50());
+      output.writeMessage(11, getDecodeStepDurationP50());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(12, getDecodeStepP99());
+      output.writeMessage(12, getDecodeStepDurationP99());
     }
     if (java.lang.Double.doubleToRawLongBits(prefillTokensPerSecond_) != 0) {
       output.writeDouble(13, prefillTokensPerSecond_);
@@ -852,7 +852,7 @@ private static final long serialVersionUID = 0L;
       output.writeInt64(32, reusedImageTotal_);
     }
     if (((bitField0_ & 0x00000008) != 0)) {
-      output.writeMessage(33, getImageEncode());
+      output.writeMessage(33, getImageEncodeDuration());
     }
     if (imageFeatureBytes_ != 0L) {
       output.writeInt64(34, imageFeatureBytes_);
@@ -861,10 +861,10 @@ private static final long serialVersionUID = 0L;
       output.writeInt64(35, imageFeatureLimitBytes_);
     }
     if (((bitField0_ & 0x00000010) != 0)) {
-      output.writeMessage(36, getPassP50());
+      output.writeMessage(36, getPassDurationP50());
     }
     if (((bitField0_ & 0x00000020) != 0)) {
-      output.writeMessage(37, getPassP99());
+      output.writeMessage(37, getPassDurationP99());
     }
     getUnknownFields().writeTo(output);
   }
@@ -917,11 +917,11 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(11, getDecodeStepP50());
+        .computeMessageSize(11, getDecodeStepDurationP50());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(12, getDecodeStepP99());
+        .computeMessageSize(12, getDecodeStepDurationP99());
     }
     if (java.lang.Double.doubleToRawLongBits(prefillTokensPerSecond_) != 0) {
       size += com.google.protobuf.CodedOutputStream
@@ -1005,7 +1005,7 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000008) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(33, getImageEncode());
+        .computeMessageSize(33, getImageEncodeDuration());
     }
     if (imageFeatureBytes_ != 0L) {
       size += com.google.protobuf.CodedOutputStream
@@ -1017,11 +1017,11 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000010) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(36, getPassP50());
+        .computeMessageSize(36, getPassDurationP50());
     }
     if (((bitField0_ & 0x00000020) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(37, getPassP99());
+        .computeMessageSize(37, getPassDurationP99());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -1061,15 +1061,15 @@ private static final long serialVersionUID = 0L;
         != other.getDecodingLimit()) return false;
     if (getStepTotal()
         != other.getStepTotal()) return false;
-    if (hasDecodeStepP50() != other.hasDecodeStepP50()) return false;
-    if (hasDecodeStepP50()) {
-      if (!getDecodeStepP50()
-          .equals(other.getDecodeStepP50())) return false;
+    if (hasDecodeStepDurationP50() != other.hasDecodeStepDurationP50()) return false;
+    if (hasDecodeStepDurationP50()) {
+      if (!getDecodeStepDurationP50()
+          .equals(other.getDecodeStepDurationP50())) return false;
     }
-    if (hasDecodeStepP99() != other.hasDecodeStepP99()) return false;
-    if (hasDecodeStepP99()) {
-      if (!getDecodeStepP99()
-          .equals(other.getDecodeStepP99())) return false;
+    if (hasDecodeStepDurationP99() != other.hasDecodeStepDurationP99()) return false;
+    if (hasDecodeStepDurationP99()) {
+      if (!getDecodeStepDurationP99()
+          .equals(other.getDecodeStepDurationP99())) return false;
     }
     if (java.lang.Double.doubleToLongBits(getPrefillTokensPerSecond())
         != java.lang.Double.doubleToLongBits(
@@ -1112,24 +1112,24 @@ private static final long serialVersionUID = 0L;
         != other.getEncodedImageTotal()) return false;
     if (getReusedImageTotal()
         != other.getReusedImageTotal()) return false;
-    if (hasImageEncode() != other.hasImageEncode()) return false;
-    if (hasImageEncode()) {
-      if (!getImageEncode()
-          .equals(other.getImageEncode())) return false;
+    if (hasImageEncodeDuration() != other.hasImageEncodeDuration()) return false;
+    if (hasImageEncodeDuration()) {
+      if (!getImageEncodeDuration()
+          .equals(other.getImageEncodeDuration())) return false;
     }
     if (getImageFeatureBytes()
         != other.getImageFeatureBytes()) return false;
     if (getImageFeatureLimitBytes()
         != other.getImageFeatureLimitBytes()) return false;
-    if (hasPassP50() != other.hasPassP50()) return false;
-    if (hasPassP50()) {
-      if (!getPassP50()
-          .equals(other.getPassP50())) return false;
+    if (hasPassDurationP50() != other.hasPassDurationP50()) return false;
+    if (hasPassDurationP50()) {
+      if (!getPassDurationP50()
+          .equals(other.getPassDurationP50())) return false;
     }
-    if (hasPassP99() != other.hasPassP99()) return false;
-    if (hasPassP99()) {
-      if (!getPassP99()
-          .equals(other.getPassP99())) return false;
+    if (hasPassDurationP99() != other.hasPassDurationP99()) return false;
+    if (hasPassDurationP99()) {
+      if (!getPassDurationP99()
+          .equals(other.getPassDurationP99())) return false;
     }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
@@ -1173,13 +1173,13 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + STEP_TOTAL_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getStepTotal());
-    if (hasDecodeStepP50()) {
-      hash = (37 * hash) + DECODE_STEP_P50_FIELD_NUMBER;
-      hash = (53 * hash) + getDecodeStepP50().hashCode();
+    if (hasDecodeStepDurationP50()) {
+      hash = (37 * hash) + DECODE_STEP_DURATION_P50_FIELD_NUMBER;
+      hash = (53 * hash) + getDecodeStepDurationP50().hashCode();
     }
-    if (hasDecodeStepP99()) {
-      hash = (37 * hash) + DECODE_STEP_P99_FIELD_NUMBER;
-      hash = (53 * hash) + getDecodeStepP99().hashCode();
+    if (hasDecodeStepDurationP99()) {
+      hash = (37 * hash) + DECODE_STEP_DURATION_P99_FIELD_NUMBER;
+      hash = (53 * hash) + getDecodeStepDurationP99().hashCode();
     }
     hash = (37 * hash) + PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
@@ -1241,9 +1241,9 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + REUSED_IMAGE_TOTAL_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getReusedImageTotal());
-    if (hasImageEncode()) {
-      hash = (37 * hash) + IMAGE_ENCODE_FIELD_NUMBER;
-      hash = (53 * hash) + getImageEncode().hashCode();
+    if (hasImageEncodeDuration()) {
+      hash = (37 * hash) + IMAGE_ENCODE_DURATION_FIELD_NUMBER;
+      hash = (53 * hash) + getImageEncodeDuration().hashCode();
     }
     hash = (37 * hash) + IMAGE_FEATURE_BYTES_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
@@ -1251,13 +1251,13 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + IMAGE_FEATURE_LIMIT_BYTES_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getImageFeatureLimitBytes());
-    if (hasPassP50()) {
-      hash = (37 * hash) + PASS_P50_FIELD_NUMBER;
-      hash = (53 * hash) + getPassP50().hashCode();
+    if (hasPassDurationP50()) {
+      hash = (37 * hash) + PASS_DURATION_P50_FIELD_NUMBER;
+      hash = (53 * hash) + getPassDurationP50().hashCode();
     }
-    if (hasPassP99()) {
-      hash = (37 * hash) + PASS_P99_FIELD_NUMBER;
-      hash = (53 * hash) + getPassP99().hashCode();
+    if (hasPassDurationP99()) {
+      hash = (37 * hash) + PASS_DURATION_P99_FIELD_NUMBER;
+      hash = (53 * hash) + getPassDurationP99().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -1358,7 +1358,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The engine's counters. `*_count` are now, `*_total` since start.
+   * The engine's counters. `*_count` and `*_bytes` are current values, `*_total` are counted since the start.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.EngineStats}
@@ -1394,11 +1394,11 @@ private static final long serialVersionUID = 0L;
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
         getUptimeFieldBuilder();
-        getDecodeStepP50FieldBuilder();
-        getDecodeStepP99FieldBuilder();
-        getImageEncodeFieldBuilder();
-        getPassP50FieldBuilder();
-        getPassP99FieldBuilder();
+        getDecodeStepDurationP50FieldBuilder();
+        getDecodeStepDurationP99FieldBuilder();
+        getImageEncodeDurationFieldBuilder();
+        getPassDurationP50FieldBuilder();
+        getPassDurationP99FieldBuilder();
       }
     }
     @java.lang.Override
@@ -1420,15 +1420,15 @@ private static final long serialVersionUID = 0L;
       decodingCount_ = 0L;
       decodingLimit_ = 0L;
       stepTotal_ = 0L;
-      decodeStepP50_ = null;
-      if (decodeStepP50Builder_ != null) {
-        decodeStepP50Builder_.dispose();
-        decodeStepP50Builder_ = null;
+      decodeStepDurationP50_ = null;
+      if (decodeStepDurationP50Builder_ != null) {
+        decodeStepDurationP50Builder_.dispose();
+        decodeStepDurationP50Builder_ = null;
       }
-      decodeStepP99_ = null;
-      if (decodeStepP99Builder_ != null) {
-        decodeStepP99Builder_.dispose();
-        decodeStepP99Builder_ = null;
+      decodeStepDurationP99_ = null;
+      if (decodeStepDurationP99Builder_ != null) {
+        decodeStepDurationP99Builder_.dispose();
+        decodeStepDurationP99Builder_ = null;
       }
       prefillTokensPerSecond_ = 0D;
       acceptedTotal_ = 0L;
@@ -1450,22 +1450,22 @@ private static final long serialVersionUID = 0L;
       acceptedDraftTokenTotal_ = 0L;
       encodedImageTotal_ = 0L;
       reusedImageTotal_ = 0L;
-      imageEncode_ = null;
-      if (imageEncodeBuilder_ != null) {
-        imageEncodeBuilder_.dispose();
-        imageEncodeBuilder_ = null;
+      imageEncodeDuration_ = null;
+      if (imageEncodeDurationBuilder_ != null) {
+        imageEncodeDurationBuilder_.dispose();
+        imageEncodeDurationBuilder_ = null;
       }
       imageFeatureBytes_ = 0L;
       imageFeatureLimitBytes_ = 0L;
-      passP50_ = null;
-      if (passP50Builder_ != null) {
-        passP50Builder_.dispose();
-        passP50Builder_ = null;
+      passDurationP50_ = null;
+      if (passDurationP50Builder_ != null) {
+        passDurationP50Builder_.dispose();
+        passDurationP50Builder_ = null;
       }
-      passP99_ = null;
-      if (passP99Builder_ != null) {
-        passP99Builder_.dispose();
-        passP99Builder_ = null;
+      passDurationP99_ = null;
+      if (passDurationP99Builder_ != null) {
+        passDurationP99Builder_.dispose();
+        passDurationP99Builder_ = null;
       }
       return this;
     }
@@ -1536,15 +1536,15 @@ private static final long serialVersionUID = 0L;
         result.stepTotal_ = stepTotal_;
       }
       if (((from_bitField0_ & 0x00000400) != 0)) {
-        result.decodeStepP50_ = decodeStepP50Builder_ == null
-            ? decodeStepP50_
-            : decodeStepP50Builder_.build();
+        result.decodeStepDurationP50_ = decodeStepDurationP50Builder_ == null
+            ? decodeStepDurationP50_
+            : decodeStepDurationP50Builder_.build();
         to_bitField0_ |= 0x00000002;
       }
       if (((from_bitField0_ & 0x00000800) != 0)) {
-        result.decodeStepP99_ = decodeStepP99Builder_ == null
-            ? decodeStepP99_
-            : decodeStepP99Builder_.build();
+        result.decodeStepDurationP99_ = decodeStepDurationP99Builder_ == null
+            ? decodeStepDurationP99_
+            : decodeStepDurationP99Builder_.build();
         to_bitField0_ |= 0x00000004;
       }
       if (((from_bitField0_ & 0x00001000) != 0)) {
@@ -1614,9 +1614,9 @@ private static final long serialVersionUID = 0L;
       int from_bitField1_ = bitField1_;
       int to_bitField0_ = 0;
       if (((from_bitField1_ & 0x00000001) != 0)) {
-        result.imageEncode_ = imageEncodeBuilder_ == null
-            ? imageEncode_
-            : imageEncodeBuilder_.build();
+        result.imageEncodeDuration_ = imageEncodeDurationBuilder_ == null
+            ? imageEncodeDuration_
+            : imageEncodeDurationBuilder_.build();
         to_bitField0_ |= 0x00000008;
       }
       if (((from_bitField1_ & 0x00000002) != 0)) {
@@ -1626,15 +1626,15 @@ private static final long serialVersionUID = 0L;
         result.imageFeatureLimitBytes_ = imageFeatureLimitBytes_;
       }
       if (((from_bitField1_ & 0x00000008) != 0)) {
-        result.passP50_ = passP50Builder_ == null
-            ? passP50_
-            : passP50Builder_.build();
+        result.passDurationP50_ = passDurationP50Builder_ == null
+            ? passDurationP50_
+            : passDurationP50Builder_.build();
         to_bitField0_ |= 0x00000010;
       }
       if (((from_bitField1_ & 0x00000010) != 0)) {
-        result.passP99_ = passP99Builder_ == null
-            ? passP99_
-            : passP99Builder_.build();
+        result.passDurationP99_ = passDurationP99Builder_ == null
+            ? passDurationP99_
+            : passDurationP99Builder_.build();
         to_bitField0_ |= 0x00000020;
       }
       result.bitField0_ |= to_bitField0_;
@@ -1714,11 +1714,11 @@ private static final long serialVersionUID = 0L;
       if (other.getStepTotal() != 0L) {
         setStepTotal(other.getStepTotal());
       }
-      if (other.hasDecodeStepP50()) {
-        mergeDecodeStepP50(other.getDecodeStepP50());
+      if (other.hasDecodeStepDurationP50()) {
+        mergeDecodeStepDurationP50(other.getDecodeStepDurationP50());
       }
-      if (other.hasDecodeStepP99()) {
-        mergeDecodeStepP99(other.getDecodeStepP99());
+      if (other.hasDecodeStepDurationP99()) {
+        mergeDecodeStepDurationP99(other.getDecodeStepDurationP99());
       }
       if (other.getPrefillTokensPerSecond() != 0D) {
         setPrefillTokensPerSecond(other.getPrefillTokensPerSecond());
@@ -1780,8 +1780,8 @@ private static final long serialVersionUID = 0L;
       if (other.getReusedImageTotal() != 0L) {
         setReusedImageTotal(other.getReusedImageTotal());
       }
-      if (other.hasImageEncode()) {
-        mergeImageEncode(other.getImageEncode());
+      if (other.hasImageEncodeDuration()) {
+        mergeImageEncodeDuration(other.getImageEncodeDuration());
       }
       if (other.getImageFeatureBytes() != 0L) {
         setImageFeatureBytes(other.getImageFeatureBytes());
@@ -1789,11 +1789,11 @@ private static final long serialVersionUID = 0L;
       if (other.getImageFeatureLimitBytes() != 0L) {
         setImageFeatureLimitBytes(other.getImageFeatureLimitBytes());
       }
-      if (other.hasPassP50()) {
-        mergePassP50(other.getPassP50());
+      if (other.hasPassDurationP50()) {
+        mergePassDurationP50(other.getPassDurationP50());
       }
-      if (other.hasPassP99()) {
-        mergePassP99(other.getPassP99());
+      if (other.hasPassDurationP99()) {
+        mergePassDurationP99(other.getPassDurationP99());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1875,14 +1875,14 @@ private static final long serialVersionUID = 0L;
             } // case 80
             case 90: {
               input.readMessage(
-                  getDecodeStepP50FieldBuilder().getBuilder(),
+                  getDecodeStepDurationP50FieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000400;
               break;
             } // case 90
             case 98: {
               input.readMessage(
-                  getDecodeStepP99FieldBuilder().getBuilder(),
+                  getDecodeStepDurationP99FieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000800;
               break;
@@ -1989,7 +1989,7 @@ private static final long serialVersionUID = 0L;
             } // case 256
             case 266: {
               input.readMessage(
-                  getImageEncodeFieldBuilder().getBuilder(),
+                  getImageEncodeDurationFieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField1_ |= 0x00000001;
               break;
@@ -2006,14 +2006,14 @@ private static final long serialVersionUID = 0L;
             } // case 280
             case 290: {
               input.readMessage(
-                  getPassP50FieldBuilder().getBuilder(),
+                  getPassDurationP50FieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField1_ |= 0x00000008;
               break;
             } // case 290
             case 298: {
               input.readMessage(
-                  getPassP99FieldBuilder().getBuilder(),
+                  getPassDurationP99FieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField1_ |= 0x00000010;
               break;
@@ -2041,7 +2041,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> uptimeBuilder_;
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2052,7 +2052,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2067,7 +2067,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2087,7 +2087,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2105,7 +2105,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2130,7 +2130,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2147,7 +2147,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2159,7 +2159,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2174,7 +2174,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since the engine started.
+     * Time since the engine started.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -2240,7 +2240,7 @@ private static final long serialVersionUID = 0L;
     private long mailboxLimit_ ;
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `mailbox_count`.
      * </pre>
      *
      * <code>int64 mailbox_limit = 3;</code>
@@ -2252,7 +2252,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `mailbox_count`.
      * </pre>
      *
      * <code>int64 mailbox_limit = 3;</code>
@@ -2268,7 +2268,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `mailbox_count`.
      * </pre>
      *
      * <code>int64 mailbox_limit = 3;</code>
@@ -2328,7 +2328,7 @@ private static final long serialVersionUID = 0L;
     private long waitingLimit_ ;
     /**
      * <pre>
-     * Most of them; beyond it requests are refused with QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
      * </pre>
      *
      * <code>int64 waiting_limit = 5;</code>
@@ -2340,7 +2340,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them; beyond it requests are refused with QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
      * </pre>
      *
      * <code>int64 waiting_limit = 5;</code>
@@ -2356,7 +2356,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them; beyond it requests are refused with QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
      * </pre>
      *
      * <code>int64 waiting_limit = 5;</code>
@@ -2504,7 +2504,7 @@ private static final long serialVersionUID = 0L;
     private long decodingLimit_ ;
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `decoding_count`.
      * </pre>
      *
      * <code>int64 decoding_limit = 9;</code>
@@ -2516,7 +2516,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `decoding_count`.
      * </pre>
      *
      * <code>int64 decoding_limit = 9;</code>
@@ -2532,7 +2532,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them.
+     * Maximum of `decoding_count`.
      * </pre>
      *
      * <code>int64 decoding_limit = 9;</code>
@@ -2589,50 +2589,50 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    private com.google.protobuf.Duration decodeStepP50_;
+    private com.google.protobuf.Duration decodeStepDurationP50_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> decodeStepP50Builder_;
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> decodeStepDurationP50Builder_;
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-     * @return Whether the decodeStepP50 field is set.
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+     * @return Whether the decodeStepDurationP50 field is set.
      */
-    public boolean hasDecodeStepP50() {
+    public boolean hasDecodeStepDurationP50() {
       return ((bitField0_ & 0x00000400) != 0);
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-     * @return The decodeStepP50.
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+     * @return The decodeStepDurationP50.
      */
-    public com.google.protobuf.Duration getDecodeStepP50() {
-      if (decodeStepP50Builder_ == null) {
-        return decodeStepP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP50_;
+    public com.google.protobuf.Duration getDecodeStepDurationP50() {
+      if (decodeStepDurationP50Builder_ == null) {
+        return decodeStepDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP50_;
       } else {
-        return decodeStepP50Builder_.getMessage();
+        return decodeStepDurationP50Builder_.getMessage();
       }
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public Builder setDecodeStepP50(com.google.protobuf.Duration value) {
-      if (decodeStepP50Builder_ == null) {
+    public Builder setDecodeStepDurationP50(com.google.protobuf.Duration value) {
+      if (decodeStepDurationP50Builder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        decodeStepP50_ = value;
+        decodeStepDurationP50_ = value;
       } else {
-        decodeStepP50Builder_.setMessage(value);
+        decodeStepDurationP50Builder_.setMessage(value);
       }
       bitField0_ |= 0x00000400;
       onChanged();
@@ -2640,17 +2640,17 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public Builder setDecodeStepP50(
+    public Builder setDecodeStepDurationP50(
         com.google.protobuf.Duration.Builder builderForValue) {
-      if (decodeStepP50Builder_ == null) {
-        decodeStepP50_ = builderForValue.build();
+      if (decodeStepDurationP50Builder_ == null) {
+        decodeStepDurationP50_ = builderForValue.build();
       } else {
-        decodeStepP50Builder_.setMessage(builderForValue.build());
+        decodeStepDurationP50Builder_.setMessage(builderForValue.build());
       }
       bitField0_ |= 0x00000400;
       onChanged();
@@ -2658,24 +2658,24 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public Builder mergeDecodeStepP50(com.google.protobuf.Duration value) {
-      if (decodeStepP50Builder_ == null) {
+    public Builder mergeDecodeStepDurationP50(com.google.protobuf.Duration value) {
+      if (decodeStepDurationP50Builder_ == null) {
         if (((bitField0_ & 0x00000400) != 0) &&
-          decodeStepP50_ != null &&
-          decodeStepP50_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getDecodeStepP50Builder().mergeFrom(value);
+          decodeStepDurationP50_ != null &&
+          decodeStepDurationP50_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getDecodeStepDurationP50Builder().mergeFrom(value);
         } else {
-          decodeStepP50_ = value;
+          decodeStepDurationP50_ = value;
         }
       } else {
-        decodeStepP50Builder_.mergeFrom(value);
+        decodeStepDurationP50Builder_.mergeFrom(value);
       }
-      if (decodeStepP50_ != null) {
+      if (decodeStepDurationP50_ != null) {
         bitField0_ |= 0x00000400;
         onChanged();
       }
@@ -2683,81 +2683,81 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public Builder clearDecodeStepP50() {
+    public Builder clearDecodeStepDurationP50() {
       bitField0_ = (bitField0_ & ~0x00000400);
-      decodeStepP50_ = null;
-      if (decodeStepP50Builder_ != null) {
-        decodeStepP50Builder_.dispose();
-        decodeStepP50Builder_ = null;
+      decodeStepDurationP50_ = null;
+      if (decodeStepDurationP50Builder_ != null) {
+        decodeStepDurationP50Builder_.dispose();
+        decodeStepDurationP50Builder_ = null;
       }
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public com.google.protobuf.Duration.Builder getDecodeStepP50Builder() {
+    public com.google.protobuf.Duration.Builder getDecodeStepDurationP50Builder() {
       bitField0_ |= 0x00000400;
       onChanged();
-      return getDecodeStepP50FieldBuilder().getBuilder();
+      return getDecodeStepDurationP50FieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
-    public com.google.protobuf.DurationOrBuilder getDecodeStepP50OrBuilder() {
-      if (decodeStepP50Builder_ != null) {
-        return decodeStepP50Builder_.getMessageOrBuilder();
+    public com.google.protobuf.DurationOrBuilder getDecodeStepDurationP50OrBuilder() {
+      if (decodeStepDurationP50Builder_ != null) {
+        return decodeStepDurationP50Builder_.getMessageOrBuilder();
       } else {
-        return decodeStepP50_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : decodeStepP50_;
+        return decodeStepDurationP50_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP50_;
       }
     }
     /**
      * <pre>
-     * Median time of a decode step, over a recent window.
+     * Median duration of a decode step, over a recent window.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getDecodeStepP50FieldBuilder() {
-      if (decodeStepP50Builder_ == null) {
-        decodeStepP50Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getDecodeStepDurationP50FieldBuilder() {
+      if (decodeStepDurationP50Builder_ == null) {
+        decodeStepDurationP50Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getDecodeStepP50(),
+                getDecodeStepDurationP50(),
                 getParentForChildren(),
                 isClean());
-        decodeStepP50_ = null;
+        decodeStepDurationP50_ = null;
       }
-      return decodeStepP50Builder_;
+      return decodeStepDurationP50Builder_;
     }
 
-    private com.google.protobuf.Duration decodeStepP99_;
+    private com.google.protobuf.Duration decodeStepDurationP99_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> decodeStepP99Builder_;
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> decodeStepDurationP99Builder_;
     /**
      * <pre>
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-     * @return Whether the decodeStepP99 field is set.
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+     * @return Whether the decodeStepDurationP99 field is set.
      */
-    public boolean hasDecodeStepP99() {
+    public boolean hasDecodeStepDurationP99() {
       return ((bitField0_ & 0x00000800) != 0);
     }
     /**
@@ -2765,14 +2765,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-     * @return The decodeStepP99.
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+     * @return The decodeStepDurationP99.
      */
-    public com.google.protobuf.Duration getDecodeStepP99() {
-      if (decodeStepP99Builder_ == null) {
-        return decodeStepP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepP99_;
+    public com.google.protobuf.Duration getDecodeStepDurationP99() {
+      if (decodeStepDurationP99Builder_ == null) {
+        return decodeStepDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP99_;
       } else {
-        return decodeStepP99Builder_.getMessage();
+        return decodeStepDurationP99Builder_.getMessage();
       }
     }
     /**
@@ -2780,16 +2780,16 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public Builder setDecodeStepP99(com.google.protobuf.Duration value) {
-      if (decodeStepP99Builder_ == null) {
+    public Builder setDecodeStepDurationP99(com.google.protobuf.Duration value) {
+      if (decodeStepDurationP99Builder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        decodeStepP99_ = value;
+        decodeStepDurationP99_ = value;
       } else {
-        decodeStepP99Builder_.setMessage(value);
+        decodeStepDurationP99Builder_.setMessage(value);
       }
       bitField0_ |= 0x00000800;
       onChanged();
@@ -2800,14 +2800,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public Builder setDecodeStepP99(
+    public Builder setDecodeStepDurationP99(
         com.google.protobuf.Duration.Builder builderForValue) {
-      if (decodeStepP99Builder_ == null) {
-        decodeStepP99_ = builderForValue.build();
+      if (decodeStepDurationP99Builder_ == null) {
+        decodeStepDurationP99_ = builderForValue.build();
       } else {
-        decodeStepP99Builder_.setMessage(builderForValue.build());
+        decodeStepDurationP99Builder_.setMessage(builderForValue.build());
       }
       bitField0_ |= 0x00000800;
       onChanged();
@@ -2818,21 +2818,21 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public Builder mergeDecodeStepP99(com.google.protobuf.Duration value) {
-      if (decodeStepP99Builder_ == null) {
+    public Builder mergeDecodeStepDurationP99(com.google.protobuf.Duration value) {
+      if (decodeStepDurationP99Builder_ == null) {
         if (((bitField0_ & 0x00000800) != 0) &&
-          decodeStepP99_ != null &&
-          decodeStepP99_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getDecodeStepP99Builder().mergeFrom(value);
+          decodeStepDurationP99_ != null &&
+          decodeStepDurationP99_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getDecodeStepDurationP99Builder().mergeFrom(value);
         } else {
-          decodeStepP99_ = value;
+          decodeStepDurationP99_ = value;
         }
       } else {
-        decodeStepP99Builder_.mergeFrom(value);
+        decodeStepDurationP99Builder_.mergeFrom(value);
       }
-      if (decodeStepP99_ != null) {
+      if (decodeStepDurationP99_ != null) {
         bitField0_ |= 0x00000800;
         onChanged();
       }
@@ -2843,14 +2843,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public Builder clearDecodeStepP99() {
+    public Builder clearDecodeStepDurationP99() {
       bitField0_ = (bitField0_ & ~0x00000800);
-      decodeStepP99_ = null;
-      if (decodeStepP99Builder_ != null) {
-        decodeStepP99Builder_.dispose();
-        decodeStepP99Builder_ = null;
+      decodeStepDurationP99_ = null;
+      if (decodeStepDurationP99Builder_ != null) {
+        decodeStepDurationP99Builder_.dispose();
+        decodeStepDurationP99Builder_ = null;
       }
       onChanged();
       return this;
@@ -2860,26 +2860,26 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public com.google.protobuf.Duration.Builder getDecodeStepP99Builder() {
+    public com.google.protobuf.Duration.Builder getDecodeStepDurationP99Builder() {
       bitField0_ |= 0x00000800;
       onChanged();
-      return getDecodeStepP99FieldBuilder().getBuilder();
+      return getDecodeStepDurationP99FieldBuilder().getBuilder();
     }
     /**
      * <pre>
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
-    public com.google.protobuf.DurationOrBuilder getDecodeStepP99OrBuilder() {
-      if (decodeStepP99Builder_ != null) {
-        return decodeStepP99Builder_.getMessageOrBuilder();
+    public com.google.protobuf.DurationOrBuilder getDecodeStepDurationP99OrBuilder() {
+      if (decodeStepDurationP99Builder_ != null) {
+        return decodeStepDurationP99Builder_.getMessageOrBuilder();
       } else {
-        return decodeStepP99_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : decodeStepP99_;
+        return decodeStepDurationP99_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : decodeStepDurationP99_;
       }
     }
     /**
@@ -2887,20 +2887,20 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+     * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getDecodeStepP99FieldBuilder() {
-      if (decodeStepP99Builder_ == null) {
-        decodeStepP99Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getDecodeStepDurationP99FieldBuilder() {
+      if (decodeStepDurationP99Builder_ == null) {
+        decodeStepDurationP99Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getDecodeStepP99(),
+                getDecodeStepDurationP99(),
                 getParentForChildren(),
                 isClean());
-        decodeStepP99_ = null;
+        decodeStepDurationP99_ = null;
       }
-      return decodeStepP99Builder_;
+      return decodeStepDurationP99Builder_;
     }
 
     private double prefillTokensPerSecond_ ;
@@ -2950,7 +2950,7 @@ private static final long serialVersionUID = 0L;
     private long acceptedTotal_ ;
     /**
      * <pre>
-     * Requests taken in.
+     * Requests accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 14;</code>
@@ -2962,7 +2962,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests taken in.
+     * Requests accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 14;</code>
@@ -2978,7 +2978,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests taken in.
+     * Requests accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 14;</code>
@@ -3082,7 +3082,7 @@ private static final long serialVersionUID = 0L;
     private long cancelledTotal_ ;
     /**
      * <pre>
-     * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+     * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
      * </pre>
      *
      * <code>int64 cancelled_total = 17;</code>
@@ -3094,7 +3094,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+     * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
      * </pre>
      *
      * <code>int64 cancelled_total = 17;</code>
@@ -3110,7 +3110,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+     * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
      * </pre>
      *
      * <code>int64 cancelled_total = 17;</code>
@@ -3126,7 +3126,7 @@ private static final long serialVersionUID = 0L;
     private long failedTotal_ ;
     /**
      * <pre>
-     * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+     * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
      * </pre>
      *
      * <code>int64 failed_total = 18;</code>
@@ -3138,7 +3138,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+     * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
      * </pre>
      *
      * <code>int64 failed_total = 18;</code>
@@ -3154,7 +3154,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+     * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
      * </pre>
      *
      * <code>int64 failed_total = 18;</code>
@@ -3170,7 +3170,7 @@ private static final long serialVersionUID = 0L;
     private long promptTokenTotal_ ;
     /**
      * <pre>
-     * Prompt tokens of all begun requests.
+     * Prompt tokens of all requests that began.
      * </pre>
      *
      * <code>int64 prompt_token_total = 19;</code>
@@ -3182,7 +3182,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt tokens of all begun requests.
+     * Prompt tokens of all requests that began.
      * </pre>
      *
      * <code>int64 prompt_token_total = 19;</code>
@@ -3198,7 +3198,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt tokens of all begun requests.
+     * Prompt tokens of all requests that began.
      * </pre>
      *
      * <code>int64 prompt_token_total = 19;</code>
@@ -3390,7 +3390,7 @@ private static final long serialVersionUID = 0L;
     private long peakMemoryBytes_ ;
     /**
      * <pre>
-     * Most of them since start.
+     * Maximum of `active_memory_bytes` since the start.
      * </pre>
      *
      * <code>int64 peak_memory_bytes = 24;</code>
@@ -3402,7 +3402,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them since start.
+     * Maximum of `active_memory_bytes` since the start.
      * </pre>
      *
      * <code>int64 peak_memory_bytes = 24;</code>
@@ -3418,7 +3418,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them since start.
+     * Maximum of `active_memory_bytes` since the start.
      * </pre>
      *
      * <code>int64 peak_memory_bytes = 24;</code>
@@ -3434,7 +3434,7 @@ private static final long serialVersionUID = 0L;
     private long memoryLimitBytes_ ;
     /**
      * <pre>
-     * What the engine may use. 0: no limit.
+     * Maximum bytes that the engine may use. 0: no limit.
      * </pre>
      *
      * <code>int64 memory_limit_bytes = 25;</code>
@@ -3446,7 +3446,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the engine may use. 0: no limit.
+     * Maximum bytes that the engine may use. 0: no limit.
      * </pre>
      *
      * <code>int64 memory_limit_bytes = 25;</code>
@@ -3462,7 +3462,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the engine may use. 0: no limit.
+     * Maximum bytes that the engine may use. 0: no limit.
      * </pre>
      *
      * <code>int64 memory_limit_bytes = 25;</code>
@@ -3478,7 +3478,7 @@ private static final long serialVersionUID = 0L;
     private long parkedTotal_ ;
     /**
      * <pre>
-     * Times a running request gave way to others for want of memory, and went on later.
+     * Times a running request was parked because memory was short, and continued later.
      * </pre>
      *
      * <code>int64 parked_total = 26;</code>
@@ -3490,7 +3490,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Times a running request gave way to others for want of memory, and went on later.
+     * Times a running request was parked because memory was short, and continued later.
      * </pre>
      *
      * <code>int64 parked_total = 26;</code>
@@ -3506,7 +3506,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Times a running request gave way to others for want of memory, and went on later.
+     * Times a running request was parked because memory was short, and continued later.
      * </pre>
      *
      * <code>int64 parked_total = 26;</code>
@@ -3522,8 +3522,8 @@ private static final long serialVersionUID = 0L;
     private long kvUsedBytes_ ;
     /**
      * <pre>
-     * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-     * holds is not in it: that gives way.
+     * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+     * prefix cache, which shrinks when requests need memory.
      * </pre>
      *
      * <code>int64 kv_used_bytes = 27;</code>
@@ -3535,8 +3535,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-     * holds is not in it: that gives way.
+     * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+     * prefix cache, which shrinks when requests need memory.
      * </pre>
      *
      * <code>int64 kv_used_bytes = 27;</code>
@@ -3552,8 +3552,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-     * holds is not in it: that gives way.
+     * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+     * prefix cache, which shrinks when requests need memory.
      * </pre>
      *
      * <code>int64 kv_used_bytes = 27;</code>
@@ -3569,7 +3569,7 @@ private static final long serialVersionUID = 0L;
     private long kvLimitBytes_ ;
     /**
      * <pre>
-     * Most bytes that KV may take beside the model. 0: no limit.
+     * Maximum bytes of KV, in addition to the model. 0: no limit.
      * </pre>
      *
      * <code>int64 kv_limit_bytes = 28;</code>
@@ -3581,7 +3581,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes that KV may take beside the model. 0: no limit.
+     * Maximum bytes of KV, in addition to the model. 0: no limit.
      * </pre>
      *
      * <code>int64 kv_limit_bytes = 28;</code>
@@ -3597,7 +3597,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes that KV may take beside the model. 0: no limit.
+     * Maximum bytes of KV, in addition to the model. 0: no limit.
      * </pre>
      *
      * <code>int64 kv_limit_bytes = 28;</code>
@@ -3657,7 +3657,7 @@ private static final long serialVersionUID = 0L;
     private long acceptedDraftTokenTotal_ ;
     /**
      * <pre>
-     * Of these, tokens that came true.
+     * Of these, tokens that were accepted.
      * </pre>
      *
      * <code>int64 accepted_draft_token_total = 30;</code>
@@ -3669,7 +3669,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, tokens that came true.
+     * Of these, tokens that were accepted.
      * </pre>
      *
      * <code>int64 accepted_draft_token_total = 30;</code>
@@ -3685,7 +3685,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, tokens that came true.
+     * Of these, tokens that were accepted.
      * </pre>
      *
      * <code>int64 accepted_draft_token_total = 30;</code>
@@ -3701,7 +3701,7 @@ private static final long serialVersionUID = 0L;
     private long encodedImageTotal_ ;
     /**
      * <pre>
-     * Images that the vision tower made vectors of.
+     * Images that the vision tower encoded.
      * </pre>
      *
      * <code>int64 encoded_image_total = 31;</code>
@@ -3713,7 +3713,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Images that the vision tower made vectors of.
+     * Images that the vision tower encoded.
      * </pre>
      *
      * <code>int64 encoded_image_total = 31;</code>
@@ -3729,7 +3729,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Images that the vision tower made vectors of.
+     * Images that the vision tower encoded.
      * </pre>
      *
      * <code>int64 encoded_image_total = 31;</code>
@@ -3745,7 +3745,7 @@ private static final long serialVersionUID = 0L;
     private long reusedImageTotal_ ;
     /**
      * <pre>
-     * Images whose vectors were still there when a prompt needed them.
+     * Images whose vectors were still in memory when a prompt needed them.
      * </pre>
      *
      * <code>int64 reused_image_total = 32;</code>
@@ -3757,7 +3757,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Images whose vectors were still there when a prompt needed them.
+     * Images whose vectors were still in memory when a prompt needed them.
      * </pre>
      *
      * <code>int64 reused_image_total = 32;</code>
@@ -3773,7 +3773,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Images whose vectors were still there when a prompt needed them.
+     * Images whose vectors were still in memory when a prompt needed them.
      * </pre>
      *
      * <code>int64 reused_image_total = 32;</code>
@@ -3786,50 +3786,50 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    private com.google.protobuf.Duration imageEncode_;
+    private com.google.protobuf.Duration imageEncodeDuration_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> imageEncodeBuilder_;
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> imageEncodeDurationBuilder_;
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
-     * @return Whether the imageEncode field is set.
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+     * @return Whether the imageEncodeDuration field is set.
      */
-    public boolean hasImageEncode() {
+    public boolean hasImageEncodeDuration() {
       return ((bitField1_ & 0x00000001) != 0);
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
-     * @return The imageEncode.
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+     * @return The imageEncodeDuration.
      */
-    public com.google.protobuf.Duration getImageEncode() {
-      if (imageEncodeBuilder_ == null) {
-        return imageEncode_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncode_;
+    public com.google.protobuf.Duration getImageEncodeDuration() {
+      if (imageEncodeDurationBuilder_ == null) {
+        return imageEncodeDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : imageEncodeDuration_;
       } else {
-        return imageEncodeBuilder_.getMessage();
+        return imageEncodeDurationBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public Builder setImageEncode(com.google.protobuf.Duration value) {
-      if (imageEncodeBuilder_ == null) {
+    public Builder setImageEncodeDuration(com.google.protobuf.Duration value) {
+      if (imageEncodeDurationBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        imageEncode_ = value;
+        imageEncodeDuration_ = value;
       } else {
-        imageEncodeBuilder_.setMessage(value);
+        imageEncodeDurationBuilder_.setMessage(value);
       }
       bitField1_ |= 0x00000001;
       onChanged();
@@ -3837,17 +3837,17 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public Builder setImageEncode(
+    public Builder setImageEncodeDuration(
         com.google.protobuf.Duration.Builder builderForValue) {
-      if (imageEncodeBuilder_ == null) {
-        imageEncode_ = builderForValue.build();
+      if (imageEncodeDurationBuilder_ == null) {
+        imageEncodeDuration_ = builderForValue.build();
       } else {
-        imageEncodeBuilder_.setMessage(builderForValue.build());
+        imageEncodeDurationBuilder_.setMessage(builderForValue.build());
       }
       bitField1_ |= 0x00000001;
       onChanged();
@@ -3855,24 +3855,24 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public Builder mergeImageEncode(com.google.protobuf.Duration value) {
-      if (imageEncodeBuilder_ == null) {
+    public Builder mergeImageEncodeDuration(com.google.protobuf.Duration value) {
+      if (imageEncodeDurationBuilder_ == null) {
         if (((bitField1_ & 0x00000001) != 0) &&
-          imageEncode_ != null &&
-          imageEncode_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getImageEncodeBuilder().mergeFrom(value);
+          imageEncodeDuration_ != null &&
+          imageEncodeDuration_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getImageEncodeDurationBuilder().mergeFrom(value);
         } else {
-          imageEncode_ = value;
+          imageEncodeDuration_ = value;
         }
       } else {
-        imageEncodeBuilder_.mergeFrom(value);
+        imageEncodeDurationBuilder_.mergeFrom(value);
       }
-      if (imageEncode_ != null) {
+      if (imageEncodeDuration_ != null) {
         bitField1_ |= 0x00000001;
         onChanged();
       }
@@ -3880,73 +3880,73 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public Builder clearImageEncode() {
+    public Builder clearImageEncodeDuration() {
       bitField1_ = (bitField1_ & ~0x00000001);
-      imageEncode_ = null;
-      if (imageEncodeBuilder_ != null) {
-        imageEncodeBuilder_.dispose();
-        imageEncodeBuilder_ = null;
+      imageEncodeDuration_ = null;
+      if (imageEncodeDurationBuilder_ != null) {
+        imageEncodeDurationBuilder_.dispose();
+        imageEncodeDurationBuilder_ = null;
       }
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public com.google.protobuf.Duration.Builder getImageEncodeBuilder() {
+    public com.google.protobuf.Duration.Builder getImageEncodeDurationBuilder() {
       bitField1_ |= 0x00000001;
       onChanged();
-      return getImageEncodeFieldBuilder().getBuilder();
+      return getImageEncodeDurationFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
-    public com.google.protobuf.DurationOrBuilder getImageEncodeOrBuilder() {
-      if (imageEncodeBuilder_ != null) {
-        return imageEncodeBuilder_.getMessageOrBuilder();
+    public com.google.protobuf.DurationOrBuilder getImageEncodeDurationOrBuilder() {
+      if (imageEncodeDurationBuilder_ != null) {
+        return imageEncodeDurationBuilder_.getMessageOrBuilder();
       } else {
-        return imageEncode_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : imageEncode_;
+        return imageEncodeDuration_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : imageEncodeDuration_;
       }
     }
     /**
      * <pre>
-     * Time that the inference thread spent in the vision tower.
+     * Total time that the inference thread spent in the vision tower.
      * </pre>
      *
-     * <code>.google.protobuf.Duration image_encode = 33;</code>
+     * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getImageEncodeFieldBuilder() {
-      if (imageEncodeBuilder_ == null) {
-        imageEncodeBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getImageEncodeDurationFieldBuilder() {
+      if (imageEncodeDurationBuilder_ == null) {
+        imageEncodeDurationBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getImageEncode(),
+                getImageEncodeDuration(),
                 getParentForChildren(),
                 isClean());
-        imageEncode_ = null;
+        imageEncodeDuration_ = null;
       }
-      return imageEncodeBuilder_;
+      return imageEncodeDurationBuilder_;
     }
 
     private long imageFeatureBytes_ ;
     /**
      * <pre>
-     * Bytes of vectors that are kept for images that may come again.
+     * Bytes of image vectors that are kept for reuse.
      * </pre>
      *
      * <code>int64 image_feature_bytes = 34;</code>
@@ -3958,7 +3958,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of vectors that are kept for images that may come again.
+     * Bytes of image vectors that are kept for reuse.
      * </pre>
      *
      * <code>int64 image_feature_bytes = 34;</code>
@@ -3974,7 +3974,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of vectors that are kept for images that may come again.
+     * Bytes of image vectors that are kept for reuse.
      * </pre>
      *
      * <code>int64 image_feature_bytes = 34;</code>
@@ -3990,7 +3990,7 @@ private static final long serialVersionUID = 0L;
     private long imageFeatureLimitBytes_ ;
     /**
      * <pre>
-     * Most of them (`engine.image_feature_bytes`).
+     * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
      * </pre>
      *
      * <code>int64 image_feature_limit_bytes = 35;</code>
@@ -4002,7 +4002,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them (`engine.image_feature_bytes`).
+     * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
      * </pre>
      *
      * <code>int64 image_feature_limit_bytes = 35;</code>
@@ -4018,7 +4018,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of them (`engine.image_feature_bytes`).
+     * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
      * </pre>
      *
      * <code>int64 image_feature_limit_bytes = 35;</code>
@@ -4031,53 +4031,53 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    private com.google.protobuf.Duration passP50_;
+    private com.google.protobuf.Duration passDurationP50_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> passP50Builder_;
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> passDurationP50Builder_;
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-     * @return Whether the passP50 field is set.
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+     * @return Whether the passDurationP50 field is set.
      */
-    public boolean hasPassP50() {
+    public boolean hasPassDurationP50() {
       return ((bitField1_ & 0x00000008) != 0);
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-     * @return The passP50.
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+     * @return The passDurationP50.
      */
-    public com.google.protobuf.Duration getPassP50() {
-      if (passP50Builder_ == null) {
-        return passP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP50_;
+    public com.google.protobuf.Duration getPassDurationP50() {
+      if (passDurationP50Builder_ == null) {
+        return passDurationP50_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP50_;
       } else {
-        return passP50Builder_.getMessage();
+        return passDurationP50Builder_.getMessage();
       }
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public Builder setPassP50(com.google.protobuf.Duration value) {
-      if (passP50Builder_ == null) {
+    public Builder setPassDurationP50(com.google.protobuf.Duration value) {
+      if (passDurationP50Builder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        passP50_ = value;
+        passDurationP50_ = value;
       } else {
-        passP50Builder_.setMessage(value);
+        passDurationP50Builder_.setMessage(value);
       }
       bitField1_ |= 0x00000008;
       onChanged();
@@ -4085,18 +4085,18 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public Builder setPassP50(
+    public Builder setPassDurationP50(
         com.google.protobuf.Duration.Builder builderForValue) {
-      if (passP50Builder_ == null) {
-        passP50_ = builderForValue.build();
+      if (passDurationP50Builder_ == null) {
+        passDurationP50_ = builderForValue.build();
       } else {
-        passP50Builder_.setMessage(builderForValue.build());
+        passDurationP50Builder_.setMessage(builderForValue.build());
       }
       bitField1_ |= 0x00000008;
       onChanged();
@@ -4104,25 +4104,25 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public Builder mergePassP50(com.google.protobuf.Duration value) {
-      if (passP50Builder_ == null) {
+    public Builder mergePassDurationP50(com.google.protobuf.Duration value) {
+      if (passDurationP50Builder_ == null) {
         if (((bitField1_ & 0x00000008) != 0) &&
-          passP50_ != null &&
-          passP50_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getPassP50Builder().mergeFrom(value);
+          passDurationP50_ != null &&
+          passDurationP50_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getPassDurationP50Builder().mergeFrom(value);
         } else {
-          passP50_ = value;
+          passDurationP50_ = value;
         }
       } else {
-        passP50Builder_.mergeFrom(value);
+        passDurationP50Builder_.mergeFrom(value);
       }
-      if (passP50_ != null) {
+      if (passDurationP50_ != null) {
         bitField1_ |= 0x00000008;
         onChanged();
       }
@@ -4130,85 +4130,85 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public Builder clearPassP50() {
+    public Builder clearPassDurationP50() {
       bitField1_ = (bitField1_ & ~0x00000008);
-      passP50_ = null;
-      if (passP50Builder_ != null) {
-        passP50Builder_.dispose();
-        passP50Builder_ = null;
+      passDurationP50_ = null;
+      if (passDurationP50Builder_ != null) {
+        passDurationP50Builder_.dispose();
+        passDurationP50Builder_ = null;
       }
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public com.google.protobuf.Duration.Builder getPassP50Builder() {
+    public com.google.protobuf.Duration.Builder getPassDurationP50Builder() {
       bitField1_ |= 0x00000008;
       onChanged();
-      return getPassP50FieldBuilder().getBuilder();
+      return getPassDurationP50FieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
-    public com.google.protobuf.DurationOrBuilder getPassP50OrBuilder() {
-      if (passP50Builder_ != null) {
-        return passP50Builder_.getMessageOrBuilder();
+    public com.google.protobuf.DurationOrBuilder getPassDurationP50OrBuilder() {
+      if (passDurationP50Builder_ != null) {
+        return passDurationP50Builder_.getMessageOrBuilder();
       } else {
-        return passP50_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : passP50_;
+        return passDurationP50_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : passDurationP50_;
       }
     }
     /**
      * <pre>
-     * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-     * request waits for the one that runs when it comes.
+     * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+     * request waits for the pass that runs when it arrives.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+     * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getPassP50FieldBuilder() {
-      if (passP50Builder_ == null) {
-        passP50Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getPassDurationP50FieldBuilder() {
+      if (passDurationP50Builder_ == null) {
+        passDurationP50Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getPassP50(),
+                getPassDurationP50(),
                 getParentForChildren(),
                 isClean());
-        passP50_ = null;
+        passDurationP50_ = null;
       }
-      return passP50Builder_;
+      return passDurationP50Builder_;
     }
 
-    private com.google.protobuf.Duration passP99_;
+    private com.google.protobuf.Duration passDurationP99_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> passP99Builder_;
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> passDurationP99Builder_;
     /**
      * <pre>
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-     * @return Whether the passP99 field is set.
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+     * @return Whether the passDurationP99 field is set.
      */
-    public boolean hasPassP99() {
+    public boolean hasPassDurationP99() {
       return ((bitField1_ & 0x00000010) != 0);
     }
     /**
@@ -4216,14 +4216,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-     * @return The passP99.
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+     * @return The passDurationP99.
      */
-    public com.google.protobuf.Duration getPassP99() {
-      if (passP99Builder_ == null) {
-        return passP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passP99_;
+    public com.google.protobuf.Duration getPassDurationP99() {
+      if (passDurationP99Builder_ == null) {
+        return passDurationP99_ == null ? com.google.protobuf.Duration.getDefaultInstance() : passDurationP99_;
       } else {
-        return passP99Builder_.getMessage();
+        return passDurationP99Builder_.getMessage();
       }
     }
     /**
@@ -4231,16 +4231,16 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public Builder setPassP99(com.google.protobuf.Duration value) {
-      if (passP99Builder_ == null) {
+    public Builder setPassDurationP99(com.google.protobuf.Duration value) {
+      if (passDurationP99Builder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        passP99_ = value;
+        passDurationP99_ = value;
       } else {
-        passP99Builder_.setMessage(value);
+        passDurationP99Builder_.setMessage(value);
       }
       bitField1_ |= 0x00000010;
       onChanged();
@@ -4251,14 +4251,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public Builder setPassP99(
+    public Builder setPassDurationP99(
         com.google.protobuf.Duration.Builder builderForValue) {
-      if (passP99Builder_ == null) {
-        passP99_ = builderForValue.build();
+      if (passDurationP99Builder_ == null) {
+        passDurationP99_ = builderForValue.build();
       } else {
-        passP99Builder_.setMessage(builderForValue.build());
+        passDurationP99Builder_.setMessage(builderForValue.build());
       }
       bitField1_ |= 0x00000010;
       onChanged();
@@ -4269,21 +4269,21 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public Builder mergePassP99(com.google.protobuf.Duration value) {
-      if (passP99Builder_ == null) {
+    public Builder mergePassDurationP99(com.google.protobuf.Duration value) {
+      if (passDurationP99Builder_ == null) {
         if (((bitField1_ & 0x00000010) != 0) &&
-          passP99_ != null &&
-          passP99_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getPassP99Builder().mergeFrom(value);
+          passDurationP99_ != null &&
+          passDurationP99_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getPassDurationP99Builder().mergeFrom(value);
         } else {
-          passP99_ = value;
+          passDurationP99_ = value;
         }
       } else {
-        passP99Builder_.mergeFrom(value);
+        passDurationP99Builder_.mergeFrom(value);
       }
-      if (passP99_ != null) {
+      if (passDurationP99_ != null) {
         bitField1_ |= 0x00000010;
         onChanged();
       }
@@ -4294,14 +4294,14 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public Builder clearPassP99() {
+    public Builder clearPassDurationP99() {
       bitField1_ = (bitField1_ & ~0x00000010);
-      passP99_ = null;
-      if (passP99Builder_ != null) {
-        passP99Builder_.dispose();
-        passP99Builder_ = null;
+      passDurationP99_ = null;
+      if (passDurationP99Builder_ != null) {
+        passDurationP99Builder_.dispose();
+        passDurationP99Builder_ = null;
       }
       onChanged();
       return this;
@@ -4311,26 +4311,26 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public com.google.protobuf.Duration.Builder getPassP99Builder() {
+    public com.google.protobuf.Duration.Builder getPassDurationP99Builder() {
       bitField1_ |= 0x00000010;
       onChanged();
-      return getPassP99FieldBuilder().getBuilder();
+      return getPassDurationP99FieldBuilder().getBuilder();
     }
     /**
      * <pre>
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
-    public com.google.protobuf.DurationOrBuilder getPassP99OrBuilder() {
-      if (passP99Builder_ != null) {
-        return passP99Builder_.getMessageOrBuilder();
+    public com.google.protobuf.DurationOrBuilder getPassDurationP99OrBuilder() {
+      if (passDurationP99Builder_ != null) {
+        return passDurationP99Builder_.getMessageOrBuilder();
       } else {
-        return passP99_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : passP99_;
+        return passDurationP99_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : passDurationP99_;
       }
     }
     /**
@@ -4338,20 +4338,20 @@ private static final long serialVersionUID = 0L;
      * 99th percentile of the same.
      * </pre>
      *
-     * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+     * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getPassP99FieldBuilder() {
-      if (passP99Builder_ == null) {
-        passP99Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getPassDurationP99FieldBuilder() {
+      if (passDurationP99Builder_ == null) {
+        passDurationP99Builder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getPassP99(),
+                getPassDurationP99(),
                 getParentForChildren(),
                 isClean());
-        passP99_ = null;
+        passDurationP99_ = null;
       }
-      return passP99Builder_;
+      return passDurationP99Builder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -10,7 +10,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -19,7 +19,7 @@ public interface EngineStatsOrBuilder extends
   boolean hasUptime();
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -28,7 +28,7 @@ public interface EngineStatsOrBuilder extends
   com.google.protobuf.Duration getUptime();
   /**
    * <pre>
-   * Since the engine started.
+   * Time since the engine started.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 1;</code>
@@ -47,7 +47,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them.
+   * Maximum of `mailbox_count`.
    * </pre>
    *
    * <code>int64 mailbox_limit = 3;</code>
@@ -67,7 +67,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them; beyond it requests are refused with QUEUE_FULL.
+   * Maximum of `waiting_count`; further requests are refused with QUEUE_FULL.
    * </pre>
    *
    * <code>int64 waiting_limit = 5;</code>
@@ -107,7 +107,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them.
+   * Maximum of `decoding_count`.
    * </pre>
    *
    * <code>int64 decoding_limit = 9;</code>
@@ -127,57 +127,57 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-   * @return Whether the decodeStepP50 field is set.
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+   * @return Whether the decodeStepDurationP50 field is set.
    */
-  boolean hasDecodeStepP50();
+  boolean hasDecodeStepDurationP50();
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
-   * @return The decodeStepP50.
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
+   * @return The decodeStepDurationP50.
    */
-  com.google.protobuf.Duration getDecodeStepP50();
+  com.google.protobuf.Duration getDecodeStepDurationP50();
   /**
    * <pre>
-   * Median time of a decode step, over a recent window.
+   * Median duration of a decode step, over a recent window.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p50 = 11;</code>
+   * <code>.google.protobuf.Duration decode_step_duration_p50 = 11;</code>
    */
-  com.google.protobuf.DurationOrBuilder getDecodeStepP50OrBuilder();
+  com.google.protobuf.DurationOrBuilder getDecodeStepDurationP50OrBuilder();
 
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-   * @return Whether the decodeStepP99 field is set.
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+   * @return Whether the decodeStepDurationP99 field is set.
    */
-  boolean hasDecodeStepP99();
+  boolean hasDecodeStepDurationP99();
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
-   * @return The decodeStepP99.
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
+   * @return The decodeStepDurationP99.
    */
-  com.google.protobuf.Duration getDecodeStepP99();
+  com.google.protobuf.Duration getDecodeStepDurationP99();
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration decode_step_p99 = 12;</code>
+   * <code>.google.protobuf.Duration decode_step_duration_p99 = 12;</code>
    */
-  com.google.protobuf.DurationOrBuilder getDecodeStepP99OrBuilder();
+  com.google.protobuf.DurationOrBuilder getDecodeStepDurationP99OrBuilder();
 
   /**
    * <pre>
@@ -191,7 +191,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Requests taken in.
+   * Requests accepted.
    * </pre>
    *
    * <code>int64 accepted_total = 14;</code>
@@ -221,7 +221,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Requests cancelled, by the caller (also one that stopped reading) or by a deadline.
+   * Requests cancelled, by the caller (including one that stopped reading) or by a deadline.
    * </pre>
    *
    * <code>int64 cancelled_total = 17;</code>
@@ -231,7 +231,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Requests ended by the server: memory ran short, the grace of a stop was over, or inference failed.
+   * Requests ended by the server: memory ran short, the grace period of a stop ended, or inference failed.
    * </pre>
    *
    * <code>int64 failed_total = 18;</code>
@@ -241,7 +241,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Prompt tokens of all begun requests.
+   * Prompt tokens of all requests that began.
    * </pre>
    *
    * <code>int64 prompt_token_total = 19;</code>
@@ -291,7 +291,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them since start.
+   * Maximum of `active_memory_bytes` since the start.
    * </pre>
    *
    * <code>int64 peak_memory_bytes = 24;</code>
@@ -301,7 +301,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * What the engine may use. 0: no limit.
+   * Maximum bytes that the engine may use. 0: no limit.
    * </pre>
    *
    * <code>int64 memory_limit_bytes = 25;</code>
@@ -311,7 +311,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Times a running request gave way to others for want of memory, and went on later.
+   * Times a running request was parked because memory was short, and continued later.
    * </pre>
    *
    * <code>int64 parked_total = 26;</code>
@@ -321,8 +321,8 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Bytes that the KV of running requests takes now, with the room it has to grow into. What the prefix cache
-   * holds is not in it: that gives way.
+   * Bytes that the KV of running requests takes, including the space reserved for its growth. Without the
+   * prefix cache, which shrinks when requests need memory.
    * </pre>
    *
    * <code>int64 kv_used_bytes = 27;</code>
@@ -332,7 +332,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes that KV may take beside the model. 0: no limit.
+   * Maximum bytes of KV, in addition to the model. 0: no limit.
    * </pre>
    *
    * <code>int64 kv_limit_bytes = 28;</code>
@@ -352,7 +352,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Of these, tokens that came true.
+   * Of these, tokens that were accepted.
    * </pre>
    *
    * <code>int64 accepted_draft_token_total = 30;</code>
@@ -362,7 +362,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Images that the vision tower made vectors of.
+   * Images that the vision tower encoded.
    * </pre>
    *
    * <code>int64 encoded_image_total = 31;</code>
@@ -372,7 +372,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Images whose vectors were still there when a prompt needed them.
+   * Images whose vectors were still in memory when a prompt needed them.
    * </pre>
    *
    * <code>int64 reused_image_total = 32;</code>
@@ -382,34 +382,34 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
-   * @return Whether the imageEncode field is set.
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+   * @return Whether the imageEncodeDuration field is set.
    */
-  boolean hasImageEncode();
+  boolean hasImageEncodeDuration();
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
-   * @return The imageEncode.
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
+   * @return The imageEncodeDuration.
    */
-  com.google.protobuf.Duration getImageEncode();
+  com.google.protobuf.Duration getImageEncodeDuration();
   /**
    * <pre>
-   * Time that the inference thread spent in the vision tower.
+   * Total time that the inference thread spent in the vision tower.
    * </pre>
    *
-   * <code>.google.protobuf.Duration image_encode = 33;</code>
+   * <code>.google.protobuf.Duration image_encode_duration = 33;</code>
    */
-  com.google.protobuf.DurationOrBuilder getImageEncodeOrBuilder();
+  com.google.protobuf.DurationOrBuilder getImageEncodeDurationOrBuilder();
 
   /**
    * <pre>
-   * Bytes of vectors that are kept for images that may come again.
+   * Bytes of image vectors that are kept for reuse.
    * </pre>
    *
    * <code>int64 image_feature_bytes = 34;</code>
@@ -419,7 +419,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of them (`engine.image_feature_bytes`).
+   * Maximum of `image_feature_bytes`: the setting `engine.image_feature_bytes`.
    * </pre>
    *
    * <code>int64 image_feature_limit_bytes = 35;</code>
@@ -429,58 +429,58 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-   * @return Whether the passP50 field is set.
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+   * @return Whether the passDurationP50 field is set.
    */
-  boolean hasPassP50();
+  boolean hasPassDurationP50();
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
-   * @return The passP50.
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
+   * @return The passDurationP50.
    */
-  com.google.protobuf.Duration getPassP50();
+  com.google.protobuf.Duration getPassDurationP50();
   /**
    * <pre>
-   * Median time of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
-   * request waits for the one that runs when it comes.
+   * Median duration of a forward pass, of decoding sequences, prompts or both, over a recent window. A new
+   * request waits for the pass that runs when it arrives.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p50 = 36;</code>
+   * <code>.google.protobuf.Duration pass_duration_p50 = 36;</code>
    */
-  com.google.protobuf.DurationOrBuilder getPassP50OrBuilder();
+  com.google.protobuf.DurationOrBuilder getPassDurationP50OrBuilder();
 
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-   * @return Whether the passP99 field is set.
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+   * @return Whether the passDurationP99 field is set.
    */
-  boolean hasPassP99();
+  boolean hasPassDurationP99();
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
-   * @return The passP99.
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
+   * @return The passDurationP99.
    */
-  com.google.protobuf.Duration getPassP99();
+  com.google.protobuf.Duration getPassDurationP99();
   /**
    * <pre>
    * 99th percentile of the same.
    * </pre>
    *
-   * <code>.google.protobuf.Duration pass_p99 = 37;</code>
+   * <code>.google.protobuf.Duration pass_duration_p99 = 37;</code>
    */
-  com.google.protobuf.DurationOrBuilder getPassP99OrBuilder();
+  com.google.protobuf.DurationOrBuilder getPassDurationP99OrBuilder();
 }

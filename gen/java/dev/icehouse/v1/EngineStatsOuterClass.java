@@ -30,37 +30,38 @@ public final class EngineStatsOuterClass {
   static {
     java.lang.String[] descriptorData = {
       "\n\036icehouse/v1/engine_stats.proto\022\013icehou" +
-      "se.v1\032\036google/protobuf/duration.proto\"\334\010" +
+      "se.v1\032\036google/protobuf/duration.proto\"\211\t" +
       "\n\013EngineStats\022)\n\006uptime\030\001 \001(\0132\031.google.p" +
       "rotobuf.Duration\022\025\n\rmailbox_count\030\002 \001(\003\022" +
       "\025\n\rmailbox_limit\030\003 \001(\003\022\025\n\rwaiting_count\030" +
       "\004 \001(\003\022\025\n\rwaiting_limit\030\005 \001(\003\022\025\n\rloading_" +
       "count\030\006 \001(\003\022\030\n\020prefilling_count\030\007 \001(\003\022\026\n" +
       "\016decoding_count\030\010 \001(\003\022\026\n\016decoding_limit\030" +
-      "\t \001(\003\022\022\n\nstep_total\030\n \001(\003\0222\n\017decode_step" +
-      "_p50\030\013 \001(\0132\031.google.protobuf.Duration\0222\n" +
-      "\017decode_step_p99\030\014 \001(\0132\031.google.protobuf" +
-      ".Duration\022!\n\031prefill_tokens_per_second\030\r" +
-      " \001(\001\022\026\n\016accepted_total\030\016 \001(\003\022\026\n\016rejected" +
-      "_total\030\017 \001(\003\022\026\n\016finished_total\030\020 \001(\003\022\027\n\017" +
-      "cancelled_total\030\021 \001(\003\022\024\n\014failed_total\030\022 " +
-      "\001(\003\022\032\n\022prompt_token_total\030\023 \001(\003\022\032\n\022cache" +
-      "d_token_total\030\024 \001(\003\022\035\n\025prefilled_token_t" +
-      "otal\030\025 \001(\003\022\032\n\022output_token_total\030\026 \001(\003\022\033" +
-      "\n\023active_memory_bytes\030\027 \001(\003\022\031\n\021peak_memo" +
-      "ry_bytes\030\030 \001(\003\022\032\n\022memory_limit_bytes\030\031 \001" +
-      "(\003\022\024\n\014parked_total\030\032 \001(\003\022\025\n\rkv_used_byte" +
-      "s\030\033 \001(\003\022\026\n\016kv_limit_bytes\030\034 \001(\003\022\033\n\023draft" +
-      "ed_token_total\030\035 \001(\003\022\"\n\032accepted_draft_t" +
-      "oken_total\030\036 \001(\003\022\033\n\023encoded_image_total\030" +
-      "\037 \001(\003\022\032\n\022reused_image_total\030  \001(\003\022/\n\014ima" +
-      "ge_encode\030! \001(\0132\031.google.protobuf.Durati" +
-      "on\022\033\n\023image_feature_bytes\030\" \001(\003\022!\n\031image" +
-      "_feature_limit_bytes\030# \001(\003\022+\n\010pass_p50\030$" +
-      " \001(\0132\031.google.protobuf.Duration\022+\n\010pass_" +
-      "p99\030% \001(\0132\031.google.protobuf.DurationB<\n\017" +
-      "dev.icehouse.v1P\001Z\'icehouse.dev/api/iceh" +
-      "ouse/v1;icehousev1b\006proto3"
+      "\t \001(\003\022\022\n\nstep_total\030\n \001(\003\022;\n\030decode_step" +
+      "_duration_p50\030\013 \001(\0132\031.google.protobuf.Du" +
+      "ration\022;\n\030decode_step_duration_p99\030\014 \001(\013" +
+      "2\031.google.protobuf.Duration\022!\n\031prefill_t" +
+      "okens_per_second\030\r \001(\001\022\026\n\016accepted_total" +
+      "\030\016 \001(\003\022\026\n\016rejected_total\030\017 \001(\003\022\026\n\016finish" +
+      "ed_total\030\020 \001(\003\022\027\n\017cancelled_total\030\021 \001(\003\022" +
+      "\024\n\014failed_total\030\022 \001(\003\022\032\n\022prompt_token_to" +
+      "tal\030\023 \001(\003\022\032\n\022cached_token_total\030\024 \001(\003\022\035\n" +
+      "\025prefilled_token_total\030\025 \001(\003\022\032\n\022output_t" +
+      "oken_total\030\026 \001(\003\022\033\n\023active_memory_bytes\030" +
+      "\027 \001(\003\022\031\n\021peak_memory_bytes\030\030 \001(\003\022\032\n\022memo" +
+      "ry_limit_bytes\030\031 \001(\003\022\024\n\014parked_total\030\032 \001" +
+      "(\003\022\025\n\rkv_used_bytes\030\033 \001(\003\022\026\n\016kv_limit_by" +
+      "tes\030\034 \001(\003\022\033\n\023drafted_token_total\030\035 \001(\003\022\"" +
+      "\n\032accepted_draft_token_total\030\036 \001(\003\022\033\n\023en" +
+      "coded_image_total\030\037 \001(\003\022\032\n\022reused_image_" +
+      "total\030  \001(\003\0228\n\025image_encode_duration\030! \001" +
+      "(\0132\031.google.protobuf.Duration\022\033\n\023image_f" +
+      "eature_bytes\030\" \001(\003\022!\n\031image_feature_limi" +
+      "t_bytes\030# \001(\003\0224\n\021pass_duration_p50\030$ \001(\013" +
+      "2\031.google.protobuf.Duration\0224\n\021pass_dura" +
+      "tion_p99\030% \001(\0132\031.google.protobuf.Duratio" +
+      "nB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
+      "/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -72,7 +73,7 @@ public final class EngineStatsOuterClass {
     internal_static_icehouse_v1_EngineStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EngineStats_descriptor,
-        new java.lang.String[] { "Uptime", "MailboxCount", "MailboxLimit", "WaitingCount", "WaitingLimit", "LoadingCount", "PrefillingCount", "DecodingCount", "DecodingLimit", "StepTotal", "DecodeStepP50", "DecodeStepP99", "PrefillTokensPerSecond", "AcceptedTotal", "RejectedTotal", "FinishedTotal", "CancelledTotal", "FailedTotal", "PromptTokenTotal", "CachedTokenTotal", "PrefilledTokenTotal", "OutputTokenTotal", "ActiveMemoryBytes", "PeakMemoryBytes", "MemoryLimitBytes", "ParkedTotal", "KvUsedBytes", "KvLimitBytes", "DraftedTokenTotal", "AcceptedDraftTokenTotal", "EncodedImageTotal", "ReusedImageTotal", "ImageEncode", "ImageFeatureBytes", "ImageFeatureLimitBytes", "PassP50", "PassP99", });
+        new java.lang.String[] { "Uptime", "MailboxCount", "MailboxLimit", "WaitingCount", "WaitingLimit", "LoadingCount", "PrefillingCount", "DecodingCount", "DecodingLimit", "StepTotal", "DecodeStepDurationP50", "DecodeStepDurationP99", "PrefillTokensPerSecond", "AcceptedTotal", "RejectedTotal", "FinishedTotal", "CancelledTotal", "FailedTotal", "PromptTokenTotal", "CachedTokenTotal", "PrefilledTokenTotal", "OutputTokenTotal", "ActiveMemoryBytes", "PeakMemoryBytes", "MemoryLimitBytes", "ParkedTotal", "KvUsedBytes", "KvLimitBytes", "DraftedTokenTotal", "AcceptedDraftTokenTotal", "EncodedImageTotal", "ReusedImageTotal", "ImageEncodeDuration", "ImageFeatureBytes", "ImageFeatureLimitBytes", "PassDurationP50", "PassDurationP99", });
     com.google.protobuf.DurationProto.getDescriptor();
   }
 

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What is done of a removal.
+ * How much of a removal is done.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.EvictProgress}
@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private long processedBlockCount_ = 0L;
   /**
    * <pre>
-   * Blocks dealt with so far: removed, or found gone.
+   * Blocks processed so far: removed, or found gone.
    * </pre>
    *
    * <code>int64 processed_block_count = 1;</code>
@@ -62,7 +62,7 @@ private static final long serialVersionUID = 0L;
   private long blockCount_ = 0L;
   /**
    * <pre>
-   * Blocks to deal with in all: those that were known when it began.
+   * Blocks to process in total: those that were cached when it began.
    * </pre>
    *
    * <code>int64 block_count = 2;</code>
@@ -299,7 +299,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is done of a removal.
+   * How much of a removal is done.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.EvictProgress}
@@ -508,7 +508,7 @@ private static final long serialVersionUID = 0L;
     private long processedBlockCount_ ;
     /**
      * <pre>
-     * Blocks dealt with so far: removed, or found gone.
+     * Blocks processed so far: removed, or found gone.
      * </pre>
      *
      * <code>int64 processed_block_count = 1;</code>
@@ -520,7 +520,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dealt with so far: removed, or found gone.
+     * Blocks processed so far: removed, or found gone.
      * </pre>
      *
      * <code>int64 processed_block_count = 1;</code>
@@ -536,7 +536,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks dealt with so far: removed, or found gone.
+     * Blocks processed so far: removed, or found gone.
      * </pre>
      *
      * <code>int64 processed_block_count = 1;</code>
@@ -552,7 +552,7 @@ private static final long serialVersionUID = 0L;
     private long blockCount_ ;
     /**
      * <pre>
-     * Blocks to deal with in all: those that were known when it began.
+     * Blocks to process in total: those that were cached when it began.
      * </pre>
      *
      * <code>int64 block_count = 2;</code>
@@ -564,7 +564,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks to deal with in all: those that were known when it began.
+     * Blocks to process in total: those that were cached when it began.
      * </pre>
      *
      * <code>int64 block_count = 2;</code>
@@ -580,7 +580,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks to deal with in all: those that were known when it began.
+     * Blocks to process in total: those that were cached when it began.
      * </pre>
      *
      * <code>int64 block_count = 2;</code>

@@ -10,7 +10,7 @@ public interface EvictProgressOrBuilder extends
 
   /**
    * <pre>
-   * Blocks dealt with so far: removed, or found gone.
+   * Blocks processed so far: removed, or found gone.
    * </pre>
    *
    * <code>int64 processed_block_count = 1;</code>
@@ -20,7 +20,7 @@ public interface EvictProgressOrBuilder extends
 
   /**
    * <pre>
-   * Blocks to deal with in all: those that were known when it began.
+   * Blocks to process in total: those that were cached when it began.
    * </pre>
    *
    * <code>int64 block_count = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What to remove.
+ * A prompt whose blocks to remove.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.EvictRequest}
@@ -22,8 +22,6 @@ private static final long serialVersionUID = 0L;
   }
   private EvictRequest() {
     model_ = "";
-    tools_ = java.util.Collections.emptyList();
-    adapter_ = "";
   }
 
   @java.lang.Override
@@ -47,58 +45,12 @@ private static final long serialVersionUID = 0L;
   }
 
   private int bitField0_;
-  private int targetCase_ = 0;
-  @SuppressWarnings("serial")
-  private java.lang.Object target_;
-  public enum TargetCase
-      implements com.google.protobuf.Internal.EnumLite,
-          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
-    TEXT(2),
-    CHAT(3),
-    TOKENS(4),
-    ALL(5),
-    TARGET_NOT_SET(0);
-    private final int value;
-    private TargetCase(int value) {
-      this.value = value;
-    }
-    /**
-     * @param value The number of the enum to look for.
-     * @return The enum associated with the given number.
-     * @deprecated Use {@link #forNumber(int)} instead.
-     */
-    @java.lang.Deprecated
-    public static TargetCase valueOf(int value) {
-      return forNumber(value);
-    }
-
-    public static TargetCase forNumber(int value) {
-      switch (value) {
-        case 2: return TEXT;
-        case 3: return CHAT;
-        case 4: return TOKENS;
-        case 5: return ALL;
-        case 0: return TARGET_NOT_SET;
-        default: return null;
-      }
-    }
-    public int getNumber() {
-      return this.value;
-    }
-  };
-
-  public TargetCase
-  getTargetCase() {
-    return TargetCase.forNumber(
-        targetCase_);
-  }
-
   public static final int MODEL_FIELD_NUMBER = 1;
   @SuppressWarnings("serial")
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -119,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -140,205 +92,64 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int TEXT_FIELD_NUMBER = 2;
+  public static final int PROMPT_FIELD_NUMBER = 2;
+  private dev.icehouse.v1.Prompt prompt_;
   /**
    * <pre>
-   * The known blocks of this text.
+   * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return Whether the text field is set.
-   */
-  public boolean hasText() {
-    return targetCase_ == 2;
-  }
-  /**
-   * <pre>
-   * The known blocks of this text.
-   * </pre>
-   *
-   * <code>string text = 2;</code>
-   * @return The text.
-   */
-  public java.lang.String getText() {
-    java.lang.Object ref = "";
-    if (targetCase_ == 2) {
-      ref = target_;
-    }
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      if (targetCase_ == 2) {
-        target_ = s;
-      }
-      return s;
-    }
-  }
-  /**
-   * <pre>
-   * The known blocks of this text.
-   * </pre>
-   *
-   * <code>string text = 2;</code>
-   * @return The bytes for text.
-   */
-  public com.google.protobuf.ByteString
-      getTextBytes() {
-    java.lang.Object ref = "";
-    if (targetCase_ == 2) {
-      ref = target_;
-    }
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      if (targetCase_ == 2) {
-        target_ = b;
-      }
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
-  }
-
-  public static final int CHAT_FIELD_NUMBER = 3;
-  /**
-   * <pre>
-   * The known blocks of this conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return Whether the chat field is set.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return Whether the prompt field is set.
    */
   @java.lang.Override
-  public boolean hasChat() {
-    return targetCase_ == 3;
-  }
-  /**
-   * <pre>
-   * The known blocks of this conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return The chat.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPrompt getChat() {
-    if (targetCase_ == 3) {
-       return (dev.icehouse.v1.ChatPrompt) target_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * The known blocks of this conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-    if (targetCase_ == 3) {
-       return (dev.icehouse.v1.ChatPrompt) target_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-
-  public static final int TOKENS_FIELD_NUMBER = 4;
-  /**
-   * <pre>
-   * The known blocks of these tokens.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   * @return Whether the tokens field is set.
-   */
-  @java.lang.Override
-  public boolean hasTokens() {
-    return targetCase_ == 4;
-  }
-  /**
-   * <pre>
-   * The known blocks of these tokens.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   * @return The tokens.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPrompt getTokens() {
-    if (targetCase_ == 4) {
-       return (dev.icehouse.v1.TokenPrompt) target_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * The known blocks of these tokens.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-    if (targetCase_ == 4) {
-       return (dev.icehouse.v1.TokenPrompt) target_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-
-  public static final int ALL_FIELD_NUMBER = 5;
-  /**
-   * <pre>
-   * Everything of this model and of every tenant. Must be true. For operators only.
-   * </pre>
-   *
-   * <code>bool all = 5;</code>
-   * @return Whether the all field is set.
-   */
-  @java.lang.Override
-  public boolean hasAll() {
-    return targetCase_ == 5;
-  }
-  /**
-   * <pre>
-   * Everything of this model and of every tenant. Must be true. For operators only.
-   * </pre>
-   *
-   * <code>bool all = 5;</code>
-   * @return The all.
-   */
-  @java.lang.Override
-  public boolean getAll() {
-    if (targetCase_ == 5) {
-      return (java.lang.Boolean) target_;
-    }
-    return false;
-  }
-
-  public static final int CACHE_FIELD_NUMBER = 6;
-  private dev.icehouse.v1.CachePolicy cache_;
-  /**
-   * <pre>
-   * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
-   * @return Whether the cache field is set.
-   */
-  @java.lang.Override
-  public boolean hasCache() {
+  public boolean hasPrompt() {
     return ((bitField0_ & 0x00000001) != 0);
   }
   /**
    * <pre>
-   * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+   * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return The prompt.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.Prompt getPrompt() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
+  }
+  /**
+   * <pre>
+   * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
+   * </pre>
+   *
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
+  }
+
+  public static final int CACHE_FIELD_NUMBER = 3;
+  private dev.icehouse.v1.CachePolicy cache_;
+  /**
+   * <pre>
+   * Whose prompt it is. Default: the default tenant's.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
+   * @return Whether the cache field is set.
+   */
+  @java.lang.Override
+  public boolean hasCache() {
+    return ((bitField0_ & 0x00000002) != 0);
+  }
+  /**
+   * <pre>
+   * Whose prompt it is. Default: the default tenant's.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    * @return The cache.
    */
   @java.lang.Override
@@ -347,129 +158,14 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+   * Whose prompt it is. Default: the default tenant's.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
     return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
-  }
-
-  public static final int TOOLS_FIELD_NUMBER = 10;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.Tool> tools_;
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public int getToolsCount() {
-    return tools_.size();
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.Tool getTools(int index) {
-    return tools_.get(index);
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index) {
-    return tools_.get(index);
-  }
-
-  public static final int ADAPTER_FIELD_NUMBER = 17;
-  @SuppressWarnings("serial")
-  private volatile java.lang.Object adapter_ = "";
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-   * with `all`. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
-   */
-  @java.lang.Override
-  public java.lang.String getAdapter() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      adapter_ = s;
-      return s;
-    }
-  }
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-   * with `all`. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
-   */
-  @java.lang.Override
-  public com.google.protobuf.ByteString
-      getAdapterBytes() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      adapter_ = b;
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
   }
 
   private byte memoizedIsInitialized = -1;
@@ -489,27 +185,11 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 1, model_);
     }
-    if (targetCase_ == 2) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 2, target_);
-    }
-    if (targetCase_ == 3) {
-      output.writeMessage(3, (dev.icehouse.v1.ChatPrompt) target_);
-    }
-    if (targetCase_ == 4) {
-      output.writeMessage(4, (dev.icehouse.v1.TokenPrompt) target_);
-    }
-    if (targetCase_ == 5) {
-      output.writeBool(
-          5, (boolean)((java.lang.Boolean) target_));
-    }
     if (((bitField0_ & 0x00000001) != 0)) {
-      output.writeMessage(6, getCache());
+      output.writeMessage(2, getPrompt());
     }
-    for (int i = 0; i < tools_.size(); i++) {
-      output.writeMessage(10, tools_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, adapter_);
+    if (((bitField0_ & 0x00000002) != 0)) {
+      output.writeMessage(3, getCache());
     }
     getUnknownFields().writeTo(output);
   }
@@ -523,32 +203,13 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, model_);
     }
-    if (targetCase_ == 2) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, target_);
-    }
-    if (targetCase_ == 3) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, (dev.icehouse.v1.ChatPrompt) target_);
-    }
-    if (targetCase_ == 4) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(4, (dev.icehouse.v1.TokenPrompt) target_);
-    }
-    if (targetCase_ == 5) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeBoolSize(
-            5, (boolean)((java.lang.Boolean) target_));
-    }
     if (((bitField0_ & 0x00000001) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(6, getCache());
+        .computeMessageSize(2, getPrompt());
     }
-    for (int i = 0; i < tools_.size(); i++) {
+    if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, tools_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, adapter_);
+        .computeMessageSize(3, getCache());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -567,35 +228,15 @@ private static final long serialVersionUID = 0L;
 
     if (!getModel()
         .equals(other.getModel())) return false;
+    if (hasPrompt() != other.hasPrompt()) return false;
+    if (hasPrompt()) {
+      if (!getPrompt()
+          .equals(other.getPrompt())) return false;
+    }
     if (hasCache() != other.hasCache()) return false;
     if (hasCache()) {
       if (!getCache()
           .equals(other.getCache())) return false;
-    }
-    if (!getToolsList()
-        .equals(other.getToolsList())) return false;
-    if (!getAdapter()
-        .equals(other.getAdapter())) return false;
-    if (!getTargetCase().equals(other.getTargetCase())) return false;
-    switch (targetCase_) {
-      case 2:
-        if (!getText()
-            .equals(other.getText())) return false;
-        break;
-      case 3:
-        if (!getChat()
-            .equals(other.getChat())) return false;
-        break;
-      case 4:
-        if (!getTokens()
-            .equals(other.getTokens())) return false;
-        break;
-      case 5:
-        if (getAll()
-            != other.getAll()) return false;
-        break;
-      case 0:
-      default:
     }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
@@ -610,36 +251,13 @@ private static final long serialVersionUID = 0L;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + MODEL_FIELD_NUMBER;
     hash = (53 * hash) + getModel().hashCode();
+    if (hasPrompt()) {
+      hash = (37 * hash) + PROMPT_FIELD_NUMBER;
+      hash = (53 * hash) + getPrompt().hashCode();
+    }
     if (hasCache()) {
       hash = (37 * hash) + CACHE_FIELD_NUMBER;
       hash = (53 * hash) + getCache().hashCode();
-    }
-    if (getToolsCount() > 0) {
-      hash = (37 * hash) + TOOLS_FIELD_NUMBER;
-      hash = (53 * hash) + getToolsList().hashCode();
-    }
-    hash = (37 * hash) + ADAPTER_FIELD_NUMBER;
-    hash = (53 * hash) + getAdapter().hashCode();
-    switch (targetCase_) {
-      case 2:
-        hash = (37 * hash) + TEXT_FIELD_NUMBER;
-        hash = (53 * hash) + getText().hashCode();
-        break;
-      case 3:
-        hash = (37 * hash) + CHAT_FIELD_NUMBER;
-        hash = (53 * hash) + getChat().hashCode();
-        break;
-      case 4:
-        hash = (37 * hash) + TOKENS_FIELD_NUMBER;
-        hash = (53 * hash) + getTokens().hashCode();
-        break;
-      case 5:
-        hash = (37 * hash) + ALL_FIELD_NUMBER;
-        hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
-            getAll());
-        break;
-      case 0:
-      default:
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -740,7 +358,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What to remove.
+   * A prompt whose blocks to remove.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.EvictRequest}
@@ -775,8 +393,8 @@ private static final long serialVersionUID = 0L;
     private void maybeForceBuilderInitialization() {
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
+        getPromptFieldBuilder();
         getCacheFieldBuilder();
-        getToolsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -784,27 +402,16 @@ private static final long serialVersionUID = 0L;
       super.clear();
       bitField0_ = 0;
       model_ = "";
-      if (chatBuilder_ != null) {
-        chatBuilder_.clear();
-      }
-      if (tokensBuilder_ != null) {
-        tokensBuilder_.clear();
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
       }
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
         cacheBuilder_ = null;
       }
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-      } else {
-        tools_ = null;
-        toolsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000040);
-      adapter_ = "";
-      targetCase_ = 0;
-      target_ = null;
       return this;
     }
 
@@ -831,23 +438,9 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public dev.icehouse.v1.EvictRequest buildPartial() {
       dev.icehouse.v1.EvictRequest result = new dev.icehouse.v1.EvictRequest(this);
-      buildPartialRepeatedFields(result);
       if (bitField0_ != 0) { buildPartial0(result); }
-      buildPartialOneofs(result);
       onBuilt();
       return result;
-    }
-
-    private void buildPartialRepeatedFields(dev.icehouse.v1.EvictRequest result) {
-      if (toolsBuilder_ == null) {
-        if (((bitField0_ & 0x00000040) != 0)) {
-          tools_ = java.util.Collections.unmodifiableList(tools_);
-          bitField0_ = (bitField0_ & ~0x00000040);
-        }
-        result.tools_ = tools_;
-      } else {
-        result.tools_ = toolsBuilder_.build();
-      }
     }
 
     private void buildPartial0(dev.icehouse.v1.EvictRequest result) {
@@ -856,29 +449,19 @@ private static final long serialVersionUID = 0L;
         result.model_ = model_;
       }
       int to_bitField0_ = 0;
-      if (((from_bitField0_ & 0x00000020) != 0)) {
+      if (((from_bitField0_ & 0x00000002) != 0)) {
+        result.prompt_ = promptBuilder_ == null
+            ? prompt_
+            : promptBuilder_.build();
+        to_bitField0_ |= 0x00000001;
+      }
+      if (((from_bitField0_ & 0x00000004) != 0)) {
         result.cache_ = cacheBuilder_ == null
             ? cache_
             : cacheBuilder_.build();
-        to_bitField0_ |= 0x00000001;
-      }
-      if (((from_bitField0_ & 0x00000080) != 0)) {
-        result.adapter_ = adapter_;
+        to_bitField0_ |= 0x00000002;
       }
       result.bitField0_ |= to_bitField0_;
-    }
-
-    private void buildPartialOneofs(dev.icehouse.v1.EvictRequest result) {
-      result.targetCase_ = targetCase_;
-      result.target_ = this.target_;
-      if (targetCase_ == 3 &&
-          chatBuilder_ != null) {
-        result.target_ = chatBuilder_.build();
-      }
-      if (targetCase_ == 4 &&
-          tokensBuilder_ != null) {
-        result.target_ = tokensBuilder_.build();
-      }
     }
 
     @java.lang.Override
@@ -930,62 +513,11 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000001;
         onChanged();
       }
+      if (other.hasPrompt()) {
+        mergePrompt(other.getPrompt());
+      }
       if (other.hasCache()) {
         mergeCache(other.getCache());
-      }
-      if (toolsBuilder_ == null) {
-        if (!other.tools_.isEmpty()) {
-          if (tools_.isEmpty()) {
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000040);
-          } else {
-            ensureToolsIsMutable();
-            tools_.addAll(other.tools_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.tools_.isEmpty()) {
-          if (toolsBuilder_.isEmpty()) {
-            toolsBuilder_.dispose();
-            toolsBuilder_ = null;
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000040);
-            toolsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getToolsFieldBuilder() : null;
-          } else {
-            toolsBuilder_.addAllMessages(other.tools_);
-          }
-        }
-      }
-      if (!other.getAdapter().isEmpty()) {
-        adapter_ = other.adapter_;
-        bitField0_ |= 0x00000080;
-        onChanged();
-      }
-      switch (other.getTargetCase()) {
-        case TEXT: {
-          targetCase_ = 2;
-          target_ = other.target_;
-          onChanged();
-          break;
-        }
-        case CHAT: {
-          mergeChat(other.getChat());
-          break;
-        }
-        case TOKENS: {
-          mergeTokens(other.getTokens());
-          break;
-        }
-        case ALL: {
-          setAll(other.getAll());
-          break;
-        }
-        case TARGET_NOT_SET: {
-          break;
-        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1019,55 +551,19 @@ private static final long serialVersionUID = 0L;
               break;
             } // case 10
             case 18: {
-              java.lang.String s = input.readStringRequireUtf8();
-              targetCase_ = 2;
-              target_ = s;
+              input.readMessage(
+                  getPromptFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000002;
               break;
             } // case 18
             case 26: {
               input.readMessage(
-                  getChatFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              targetCase_ = 3;
-              break;
-            } // case 26
-            case 34: {
-              input.readMessage(
-                  getTokensFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              targetCase_ = 4;
-              break;
-            } // case 34
-            case 40: {
-              target_ = input.readBool();
-              targetCase_ = 5;
-              break;
-            } // case 40
-            case 50: {
-              input.readMessage(
                   getCacheFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000020;
+              bitField0_ |= 0x00000004;
               break;
-            } // case 50
-            case 82: {
-              dev.icehouse.v1.Tool m =
-                  input.readMessage(
-                      dev.icehouse.v1.Tool.parser(),
-                      extensionRegistry);
-              if (toolsBuilder_ == null) {
-                ensureToolsIsMutable();
-                tools_.add(m);
-              } else {
-                toolsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 82
-            case 138: {
-              adapter_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00000080;
-              break;
-            } // case 138
+            } // case 26
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1083,27 +579,12 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
-    private int targetCase_ = 0;
-    private java.lang.Object target_;
-    public TargetCase
-        getTargetCase() {
-      return TargetCase.forNumber(
-          targetCase_);
-    }
-
-    public Builder clearTarget() {
-      targetCase_ = 0;
-      target_ = null;
-      onChanged();
-      return this;
-    }
-
     private int bitField0_;
 
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -1123,7 +604,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -1144,7 +625,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -1161,7 +642,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -1175,7 +656,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -1192,535 +673,161 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return Whether the text field is set.
-     */
-    @java.lang.Override
-    public boolean hasText() {
-      return targetCase_ == 2;
-    }
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return The text.
-     */
-    @java.lang.Override
-    public java.lang.String getText() {
-      java.lang.Object ref = "";
-      if (targetCase_ == 2) {
-        ref = target_;
-      }
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        if (targetCase_ == 2) {
-          target_ = s;
-        }
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return The bytes for text.
-     */
-    @java.lang.Override
-    public com.google.protobuf.ByteString
-        getTextBytes() {
-      java.lang.Object ref = "";
-      if (targetCase_ == 2) {
-        ref = target_;
-      }
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        if (targetCase_ == 2) {
-          target_ = b;
-        }
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @param value The text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setText(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      targetCase_ = 2;
-      target_ = value;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearText() {
-      if (targetCase_ == 2) {
-        targetCase_ = 0;
-        target_ = null;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of this text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @param value The bytes for text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setTextBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      targetCase_ = 2;
-      target_ = value;
-      onChanged();
-      return this;
-    }
-
+    private dev.icehouse.v1.Prompt prompt_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> chatBuilder_;
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> promptBuilder_;
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     * @return Whether the chat field is set.
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     * @return Whether the prompt field is set.
      */
-    @java.lang.Override
-    public boolean hasChat() {
-      return targetCase_ == 3;
+    public boolean hasPrompt() {
+      return ((bitField0_ & 0x00000002) != 0);
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     * @return The chat.
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     * @return The prompt.
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPrompt getChat() {
-      if (chatBuilder_ == null) {
-        if (targetCase_ == 3) {
-          return (dev.icehouse.v1.ChatPrompt) target_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+    public dev.icehouse.v1.Prompt getPrompt() {
+      if (promptBuilder_ == null) {
+        return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       } else {
-        if (targetCase_ == 3) {
-          return chatBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return promptBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder setChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        target_ = value;
-        onChanged();
+        prompt_ = value;
       } else {
-        chatBuilder_.setMessage(value);
+        promptBuilder_.setMessage(value);
       }
-      targetCase_ = 3;
+      bitField0_ |= 0x00000002;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder setChat(
-        dev.icehouse.v1.ChatPrompt.Builder builderForValue) {
-      if (chatBuilder_ == null) {
-        target_ = builderForValue.build();
-        onChanged();
+    public Builder setPrompt(
+        dev.icehouse.v1.Prompt.Builder builderForValue) {
+      if (promptBuilder_ == null) {
+        prompt_ = builderForValue.build();
       } else {
-        chatBuilder_.setMessage(builderForValue.build());
+        promptBuilder_.setMessage(builderForValue.build());
       }
-      targetCase_ = 3;
+      bitField0_ |= 0x00000002;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder mergeChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
-        if (targetCase_ == 3 &&
-            target_ != dev.icehouse.v1.ChatPrompt.getDefaultInstance()) {
-          target_ = dev.icehouse.v1.ChatPrompt.newBuilder((dev.icehouse.v1.ChatPrompt) target_)
-              .mergeFrom(value).buildPartial();
+    public Builder mergePrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
+        if (((bitField0_ & 0x00000002) != 0) &&
+          prompt_ != null &&
+          prompt_ != dev.icehouse.v1.Prompt.getDefaultInstance()) {
+          getPromptBuilder().mergeFrom(value);
         } else {
-          target_ = value;
+          prompt_ = value;
         }
+      } else {
+        promptBuilder_.mergeFrom(value);
+      }
+      if (prompt_ != null) {
+        bitField0_ |= 0x00000002;
         onChanged();
-      } else {
-        if (targetCase_ == 3) {
-          chatBuilder_.mergeFrom(value);
-        } else {
-          chatBuilder_.setMessage(value);
-        }
-      }
-      targetCase_ = 3;
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of this conversation.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     */
-    public Builder clearChat() {
-      if (chatBuilder_ == null) {
-        if (targetCase_ == 3) {
-          targetCase_ = 0;
-          target_ = null;
-          onChanged();
-        }
-      } else {
-        if (targetCase_ == 3) {
-          targetCase_ = 0;
-          target_ = null;
-        }
-        chatBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public dev.icehouse.v1.ChatPrompt.Builder getChatBuilder() {
-      return getChatFieldBuilder().getBuilder();
+    public Builder clearPrompt() {
+      bitField0_ = (bitField0_ & ~0x00000002);
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
+      }
+      onChanged();
+      return this;
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-      if ((targetCase_ == 3) && (chatBuilder_ != null)) {
-        return chatBuilder_.getMessageOrBuilder();
+    public dev.icehouse.v1.Prompt.Builder getPromptBuilder() {
+      bitField0_ |= 0x00000002;
+      onChanged();
+      return getPromptFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     */
+    public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+      if (promptBuilder_ != null) {
+        return promptBuilder_.getMessageOrBuilder();
       } else {
-        if (targetCase_ == 3) {
-          return (dev.icehouse.v1.ChatPrompt) target_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return prompt_ == null ?
+            dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       }
     }
     /**
      * <pre>
-     * The known blocks of this conversation.
+     * The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> 
-        getChatFieldBuilder() {
-      if (chatBuilder_ == null) {
-        if (!(targetCase_ == 3)) {
-          target_ = dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-        }
-        chatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder>(
-                (dev.icehouse.v1.ChatPrompt) target_,
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> 
+        getPromptFieldBuilder() {
+      if (promptBuilder_ == null) {
+        promptBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder>(
+                getPrompt(),
                 getParentForChildren(),
                 isClean());
-        target_ = null;
+        prompt_ = null;
       }
-      targetCase_ = 3;
-      onChanged();
-      return chatBuilder_;
-    }
-
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> tokensBuilder_;
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     * @return Whether the tokens field is set.
-     */
-    @java.lang.Override
-    public boolean hasTokens() {
-      return targetCase_ == 4;
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     * @return The tokens.
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPrompt getTokens() {
-      if (tokensBuilder_ == null) {
-        if (targetCase_ == 4) {
-          return (dev.icehouse.v1.TokenPrompt) target_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      } else {
-        if (targetCase_ == 4) {
-          return tokensBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    public Builder setTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        target_ = value;
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(value);
-      }
-      targetCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    public Builder setTokens(
-        dev.icehouse.v1.TokenPrompt.Builder builderForValue) {
-      if (tokensBuilder_ == null) {
-        target_ = builderForValue.build();
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(builderForValue.build());
-      }
-      targetCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    public Builder mergeTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (targetCase_ == 4 &&
-            target_ != dev.icehouse.v1.TokenPrompt.getDefaultInstance()) {
-          target_ = dev.icehouse.v1.TokenPrompt.newBuilder((dev.icehouse.v1.TokenPrompt) target_)
-              .mergeFrom(value).buildPartial();
-        } else {
-          target_ = value;
-        }
-        onChanged();
-      } else {
-        if (targetCase_ == 4) {
-          tokensBuilder_.mergeFrom(value);
-        } else {
-          tokensBuilder_.setMessage(value);
-        }
-      }
-      targetCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    public Builder clearTokens() {
-      if (tokensBuilder_ == null) {
-        if (targetCase_ == 4) {
-          targetCase_ = 0;
-          target_ = null;
-          onChanged();
-        }
-      } else {
-        if (targetCase_ == 4) {
-          targetCase_ = 0;
-          target_ = null;
-        }
-        tokensBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    public dev.icehouse.v1.TokenPrompt.Builder getTokensBuilder() {
-      return getTokensFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-      if ((targetCase_ == 4) && (tokensBuilder_ != null)) {
-        return tokensBuilder_.getMessageOrBuilder();
-      } else {
-        if (targetCase_ == 4) {
-          return (dev.icehouse.v1.TokenPrompt) target_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * The known blocks of these tokens.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> 
-        getTokensFieldBuilder() {
-      if (tokensBuilder_ == null) {
-        if (!(targetCase_ == 4)) {
-          target_ = dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-        }
-        tokensBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder>(
-                (dev.icehouse.v1.TokenPrompt) target_,
-                getParentForChildren(),
-                isClean());
-        target_ = null;
-      }
-      targetCase_ = 4;
-      onChanged();
-      return tokensBuilder_;
-    }
-
-    /**
-     * <pre>
-     * Everything of this model and of every tenant. Must be true. For operators only.
-     * </pre>
-     *
-     * <code>bool all = 5;</code>
-     * @return Whether the all field is set.
-     */
-    public boolean hasAll() {
-      return targetCase_ == 5;
-    }
-    /**
-     * <pre>
-     * Everything of this model and of every tenant. Must be true. For operators only.
-     * </pre>
-     *
-     * <code>bool all = 5;</code>
-     * @return The all.
-     */
-    public boolean getAll() {
-      if (targetCase_ == 5) {
-        return (java.lang.Boolean) target_;
-      }
-      return false;
-    }
-    /**
-     * <pre>
-     * Everything of this model and of every tenant. Must be true. For operators only.
-     * </pre>
-     *
-     * <code>bool all = 5;</code>
-     * @param value The all to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAll(boolean value) {
-
-      targetCase_ = 5;
-      target_ = value;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Everything of this model and of every tenant. Must be true. For operators only.
-     * </pre>
-     *
-     * <code>bool all = 5;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearAll() {
-      if (targetCase_ == 5) {
-        targetCase_ = 0;
-        target_ = null;
-        onChanged();
-      }
-      return this;
+      return promptBuilder_;
     }
 
     private dev.icehouse.v1.CachePolicy cache_;
@@ -1728,21 +835,21 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00000020) != 0);
+      return ((bitField0_ & 0x00000004) != 0);
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CachePolicy getCache() {
@@ -1754,10 +861,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public Builder setCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
@@ -1768,16 +875,16 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000004;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CachePolicy.Builder builderForValue) {
@@ -1786,20 +893,20 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000004;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000020) != 0) &&
+        if (((bitField0_ & 0x00000004) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CachePolicy.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -1810,20 +917,20 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00000020;
+        bitField0_ |= 0x00000004;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000020);
+      bitField0_ = (bitField0_ & ~0x00000004);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -1834,22 +941,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public dev.icehouse.v1.CachePolicy.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000004;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -1861,10 +968,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose prompt it is. Absent: the default tenant. Ignored with `all`.
+     * Whose prompt it is. Default: the default tenant's.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 3;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> 
@@ -1878,433 +985,6 @@ private static final long serialVersionUID = 0L;
         cache_ = null;
       }
       return cacheBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.Tool> tools_ =
-      java.util.Collections.emptyList();
-    private void ensureToolsIsMutable() {
-      if (!((bitField0_ & 0x00000040) != 0)) {
-        tools_ = new java.util.ArrayList<dev.icehouse.v1.Tool>(tools_);
-        bitField0_ |= 0x00000040;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> toolsBuilder_;
-
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-      if (toolsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(tools_);
-      } else {
-        return toolsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public int getToolsCount() {
-      if (toolsBuilder_ == null) {
-        return tools_.size();
-      } else {
-        return toolsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool getTools(int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);
-      } else {
-        return toolsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.set(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addAllTools(
-        java.lang.Iterable<? extends dev.icehouse.v1.Tool> values) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, tools_);
-        onChanged();
-      } else {
-        toolsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder clearTools() {
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000040);
-        onChanged();
-      } else {
-        toolsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder removeTools(int index) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.remove(index);
-        onChanged();
-      } else {
-        toolsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder getToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-        int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);  } else {
-        return toolsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-         getToolsOrBuilderList() {
-      if (toolsBuilder_ != null) {
-        return toolsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(tools_);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder() {
-      return getToolsFieldBuilder().addBuilder(
-          dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool.Builder> 
-         getToolsBuilderList() {
-      return getToolsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> 
-        getToolsFieldBuilder() {
-      if (toolsBuilder_ == null) {
-        toolsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder>(
-                tools_,
-                ((bitField0_ & 0x00000040) != 0),
-                getParentForChildren(),
-                isClean());
-        tools_ = null;
-      }
-      return toolsBuilder_;
-    }
-
-    private java.lang.Object adapter_ = "";
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-     * with `all`. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The adapter.
-     */
-    public java.lang.String getAdapter() {
-      java.lang.Object ref = adapter_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        adapter_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-     * with `all`. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The bytes for adapter.
-     */
-    public com.google.protobuf.ByteString
-        getAdapterBytes() {
-      java.lang.Object ref = adapter_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        adapter_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-     * with `all`. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapter(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      adapter_ = value;
-      bitField0_ |= 0x00000080;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-     * with `all`. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearAdapter() {
-      adapter_ = getDefaultInstance().getAdapter();
-      bitField0_ = (bitField0_ & ~0x00000080);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Not looked at
-     * with `all`. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The bytes for adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapterBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      adapter_ = value;
-      bitField0_ |= 0x00000080;
-      onChanged();
-      return this;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

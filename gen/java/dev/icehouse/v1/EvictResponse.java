@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What was removed.
+ * One event of a removal.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.EvictResponse}
@@ -43,64 +43,132 @@ private static final long serialVersionUID = 0L;
             dev.icehouse.v1.EvictResponse.class, dev.icehouse.v1.EvictResponse.Builder.class);
   }
 
-  public static final int RAM_BLOCK_COUNT_FIELD_NUMBER = 1;
-  private long ramBlockCount_ = 0L;
-  /**
-   * <pre>
-   * Blocks removed from RAM.
-   * </pre>
-   *
-   * <code>int64 ram_block_count = 1;</code>
-   * @return The ramBlockCount.
-   */
-  @java.lang.Override
-  public long getRamBlockCount() {
-    return ramBlockCount_;
+  private int eventCase_ = 0;
+  @SuppressWarnings("serial")
+  private java.lang.Object event_;
+  public enum EventCase
+      implements com.google.protobuf.Internal.EnumLite,
+          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
+    PROGRESS(1),
+    DONE(2),
+    EVENT_NOT_SET(0);
+    private final int value;
+    private EventCase(int value) {
+      this.value = value;
+    }
+    /**
+     * @param value The number of the enum to look for.
+     * @return The enum associated with the given number.
+     * @deprecated Use {@link #forNumber(int)} instead.
+     */
+    @java.lang.Deprecated
+    public static EventCase valueOf(int value) {
+      return forNumber(value);
+    }
+
+    public static EventCase forNumber(int value) {
+      switch (value) {
+        case 1: return PROGRESS;
+        case 2: return DONE;
+        case 0: return EVENT_NOT_SET;
+        default: return null;
+      }
+    }
+    public int getNumber() {
+      return this.value;
+    }
+  };
+
+  public EventCase
+  getEventCase() {
+    return EventCase.forNumber(
+        eventCase_);
   }
 
-  public static final int RAM_BYTES_FIELD_NUMBER = 2;
-  private long ramBytes_ = 0L;
+  public static final int PROGRESS_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * Bytes freed in RAM.
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
    * </pre>
    *
-   * <code>int64 ram_bytes = 2;</code>
-   * @return The ramBytes.
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
   @java.lang.Override
-  public long getRamBytes() {
-    return ramBytes_;
+  public boolean hasProgress() {
+    return eventCase_ == 1;
+  }
+  /**
+   * <pre>
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   * @return The progress.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.EvictProgress getProgress() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.EvictProgress) event_;
+    }
+    return dev.icehouse.v1.EvictProgress.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.EvictProgressOrBuilder getProgressOrBuilder() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.EvictProgress) event_;
+    }
+    return dev.icehouse.v1.EvictProgress.getDefaultInstance();
   }
 
-  public static final int SSD_BLOCK_COUNT_FIELD_NUMBER = 3;
-  private long ssdBlockCount_ = 0L;
+  public static final int DONE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * Blocks removed from SSD.
+   * What was removed. Once, last.
    * </pre>
    *
-   * <code>int64 ssd_block_count = 3;</code>
-   * @return The ssdBlockCount.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return Whether the done field is set.
    */
   @java.lang.Override
-  public long getSsdBlockCount() {
-    return ssdBlockCount_;
+  public boolean hasDone() {
+    return eventCase_ == 2;
   }
-
-  public static final int SSD_BYTES_FIELD_NUMBER = 4;
-  private long ssdBytes_ = 0L;
   /**
    * <pre>
-   * Bytes freed on SSD.
+   * What was removed. Once, last.
    * </pre>
    *
-   * <code>int64 ssd_bytes = 4;</code>
-   * @return The ssdBytes.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return The done.
    */
   @java.lang.Override
-  public long getSsdBytes() {
-    return ssdBytes_;
+  public dev.icehouse.v1.EvictResult getDone() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.EvictResult) event_;
+    }
+    return dev.icehouse.v1.EvictResult.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * What was removed. Once, last.
+   * </pre>
+   *
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.EvictResult) event_;
+    }
+    return dev.icehouse.v1.EvictResult.getDefaultInstance();
   }
 
   private byte memoizedIsInitialized = -1;
@@ -117,17 +185,11 @@ private static final long serialVersionUID = 0L;
   @java.lang.Override
   public void writeTo(com.google.protobuf.CodedOutputStream output)
                       throws java.io.IOException {
-    if (ramBlockCount_ != 0L) {
-      output.writeInt64(1, ramBlockCount_);
+    if (eventCase_ == 1) {
+      output.writeMessage(1, (dev.icehouse.v1.EvictProgress) event_);
     }
-    if (ramBytes_ != 0L) {
-      output.writeInt64(2, ramBytes_);
-    }
-    if (ssdBlockCount_ != 0L) {
-      output.writeInt64(3, ssdBlockCount_);
-    }
-    if (ssdBytes_ != 0L) {
-      output.writeInt64(4, ssdBytes_);
+    if (eventCase_ == 2) {
+      output.writeMessage(2, (dev.icehouse.v1.EvictResult) event_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -138,21 +200,13 @@ private static final long serialVersionUID = 0L;
     if (size != -1) return size;
 
     size = 0;
-    if (ramBlockCount_ != 0L) {
+    if (eventCase_ == 1) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(1, ramBlockCount_);
+        .computeMessageSize(1, (dev.icehouse.v1.EvictProgress) event_);
     }
-    if (ramBytes_ != 0L) {
+    if (eventCase_ == 2) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(2, ramBytes_);
-    }
-    if (ssdBlockCount_ != 0L) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(3, ssdBlockCount_);
-    }
-    if (ssdBytes_ != 0L) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(4, ssdBytes_);
+        .computeMessageSize(2, (dev.icehouse.v1.EvictResult) event_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -169,14 +223,19 @@ private static final long serialVersionUID = 0L;
     }
     dev.icehouse.v1.EvictResponse other = (dev.icehouse.v1.EvictResponse) obj;
 
-    if (getRamBlockCount()
-        != other.getRamBlockCount()) return false;
-    if (getRamBytes()
-        != other.getRamBytes()) return false;
-    if (getSsdBlockCount()
-        != other.getSsdBlockCount()) return false;
-    if (getSsdBytes()
-        != other.getSsdBytes()) return false;
+    if (!getEventCase().equals(other.getEventCase())) return false;
+    switch (eventCase_) {
+      case 1:
+        if (!getProgress()
+            .equals(other.getProgress())) return false;
+        break;
+      case 2:
+        if (!getDone()
+            .equals(other.getDone())) return false;
+        break;
+      case 0:
+      default:
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -188,18 +247,18 @@ private static final long serialVersionUID = 0L;
     }
     int hash = 41;
     hash = (19 * hash) + getDescriptor().hashCode();
-    hash = (37 * hash) + RAM_BLOCK_COUNT_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getRamBlockCount());
-    hash = (37 * hash) + RAM_BYTES_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getRamBytes());
-    hash = (37 * hash) + SSD_BLOCK_COUNT_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getSsdBlockCount());
-    hash = (37 * hash) + SSD_BYTES_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getSsdBytes());
+    switch (eventCase_) {
+      case 1:
+        hash = (37 * hash) + PROGRESS_FIELD_NUMBER;
+        hash = (53 * hash) + getProgress().hashCode();
+        break;
+      case 2:
+        hash = (37 * hash) + DONE_FIELD_NUMBER;
+        hash = (53 * hash) + getDone().hashCode();
+        break;
+      case 0:
+      default:
+    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -299,7 +358,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was removed.
+   * One event of a removal.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.EvictResponse}
@@ -335,10 +394,14 @@ private static final long serialVersionUID = 0L;
     public Builder clear() {
       super.clear();
       bitField0_ = 0;
-      ramBlockCount_ = 0L;
-      ramBytes_ = 0L;
-      ssdBlockCount_ = 0L;
-      ssdBytes_ = 0L;
+      if (progressBuilder_ != null) {
+        progressBuilder_.clear();
+      }
+      if (doneBuilder_ != null) {
+        doneBuilder_.clear();
+      }
+      eventCase_ = 0;
+      event_ = null;
       return this;
     }
 
@@ -366,23 +429,25 @@ private static final long serialVersionUID = 0L;
     public dev.icehouse.v1.EvictResponse buildPartial() {
       dev.icehouse.v1.EvictResponse result = new dev.icehouse.v1.EvictResponse(this);
       if (bitField0_ != 0) { buildPartial0(result); }
+      buildPartialOneofs(result);
       onBuilt();
       return result;
     }
 
     private void buildPartial0(dev.icehouse.v1.EvictResponse result) {
       int from_bitField0_ = bitField0_;
-      if (((from_bitField0_ & 0x00000001) != 0)) {
-        result.ramBlockCount_ = ramBlockCount_;
+    }
+
+    private void buildPartialOneofs(dev.icehouse.v1.EvictResponse result) {
+      result.eventCase_ = eventCase_;
+      result.event_ = this.event_;
+      if (eventCase_ == 1 &&
+          progressBuilder_ != null) {
+        result.event_ = progressBuilder_.build();
       }
-      if (((from_bitField0_ & 0x00000002) != 0)) {
-        result.ramBytes_ = ramBytes_;
-      }
-      if (((from_bitField0_ & 0x00000004) != 0)) {
-        result.ssdBlockCount_ = ssdBlockCount_;
-      }
-      if (((from_bitField0_ & 0x00000008) != 0)) {
-        result.ssdBytes_ = ssdBytes_;
+      if (eventCase_ == 2 &&
+          doneBuilder_ != null) {
+        result.event_ = doneBuilder_.build();
       }
     }
 
@@ -430,17 +495,18 @@ private static final long serialVersionUID = 0L;
 
     public Builder mergeFrom(dev.icehouse.v1.EvictResponse other) {
       if (other == dev.icehouse.v1.EvictResponse.getDefaultInstance()) return this;
-      if (other.getRamBlockCount() != 0L) {
-        setRamBlockCount(other.getRamBlockCount());
-      }
-      if (other.getRamBytes() != 0L) {
-        setRamBytes(other.getRamBytes());
-      }
-      if (other.getSsdBlockCount() != 0L) {
-        setSsdBlockCount(other.getSsdBlockCount());
-      }
-      if (other.getSsdBytes() != 0L) {
-        setSsdBytes(other.getSsdBytes());
+      switch (other.getEventCase()) {
+        case PROGRESS: {
+          mergeProgress(other.getProgress());
+          break;
+        }
+        case DONE: {
+          mergeDone(other.getDone());
+          break;
+        }
+        case EVENT_NOT_SET: {
+          break;
+        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -468,26 +534,20 @@ private static final long serialVersionUID = 0L;
             case 0:
               done = true;
               break;
-            case 8: {
-              ramBlockCount_ = input.readInt64();
-              bitField0_ |= 0x00000001;
+            case 10: {
+              input.readMessage(
+                  getProgressFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              eventCase_ = 1;
               break;
-            } // case 8
-            case 16: {
-              ramBytes_ = input.readInt64();
-              bitField0_ |= 0x00000002;
+            } // case 10
+            case 18: {
+              input.readMessage(
+                  getDoneFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              eventCase_ = 2;
               break;
-            } // case 16
-            case 24: {
-              ssdBlockCount_ = input.readInt64();
-              bitField0_ |= 0x00000004;
-              break;
-            } // case 24
-            case 32: {
-              ssdBytes_ = input.readInt64();
-              bitField0_ |= 0x00000008;
-              break;
-            } // case 32
+            } // case 18
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -503,182 +563,377 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
+    private int eventCase_ = 0;
+    private java.lang.Object event_;
+    public EventCase
+        getEventCase() {
+      return EventCase.forNumber(
+          eventCase_);
+    }
+
+    public Builder clearEvent() {
+      eventCase_ = 0;
+      event_ = null;
+      onChanged();
+      return this;
+    }
+
     private int bitField0_;
 
-    private long ramBlockCount_ ;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.EvictProgress, dev.icehouse.v1.EvictProgress.Builder, dev.icehouse.v1.EvictProgressOrBuilder> progressBuilder_;
     /**
      * <pre>
-     * Blocks removed from RAM.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ram_block_count = 1;</code>
-     * @return The ramBlockCount.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+     * @return Whether the progress field is set.
      */
     @java.lang.Override
-    public long getRamBlockCount() {
-      return ramBlockCount_;
+    public boolean hasProgress() {
+      return eventCase_ == 1;
     }
     /**
      * <pre>
-     * Blocks removed from RAM.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ram_block_count = 1;</code>
-     * @param value The ramBlockCount to set.
-     * @return This builder for chaining.
-     */
-    public Builder setRamBlockCount(long value) {
-
-      ramBlockCount_ = value;
-      bitField0_ |= 0x00000001;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Blocks removed from RAM.
-     * </pre>
-     *
-     * <code>int64 ram_block_count = 1;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearRamBlockCount() {
-      bitField0_ = (bitField0_ & ~0x00000001);
-      ramBlockCount_ = 0L;
-      onChanged();
-      return this;
-    }
-
-    private long ramBytes_ ;
-    /**
-     * <pre>
-     * Bytes freed in RAM.
-     * </pre>
-     *
-     * <code>int64 ram_bytes = 2;</code>
-     * @return The ramBytes.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+     * @return The progress.
      */
     @java.lang.Override
-    public long getRamBytes() {
-      return ramBytes_;
+    public dev.icehouse.v1.EvictProgress getProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.EvictProgress) event_;
+        }
+        return dev.icehouse.v1.EvictProgress.getDefaultInstance();
+      } else {
+        if (eventCase_ == 1) {
+          return progressBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.EvictProgress.getDefaultInstance();
+      }
     }
     /**
      * <pre>
-     * Bytes freed in RAM.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ram_bytes = 2;</code>
-     * @param value The ramBytes to set.
-     * @return This builder for chaining.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
      */
-    public Builder setRamBytes(long value) {
-
-      ramBytes_ = value;
-      bitField0_ |= 0x00000002;
-      onChanged();
+    public Builder setProgress(dev.icehouse.v1.EvictProgress value) {
+      if (progressBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        event_ = value;
+        onChanged();
+      } else {
+        progressBuilder_.setMessage(value);
+      }
+      eventCase_ = 1;
       return this;
     }
     /**
      * <pre>
-     * Bytes freed in RAM.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ram_bytes = 2;</code>
-     * @return This builder for chaining.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
      */
-    public Builder clearRamBytes() {
-      bitField0_ = (bitField0_ & ~0x00000002);
-      ramBytes_ = 0L;
-      onChanged();
+    public Builder setProgress(
+        dev.icehouse.v1.EvictProgress.Builder builderForValue) {
+      if (progressBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
+      } else {
+        progressBuilder_.setMessage(builderForValue.build());
+      }
+      eventCase_ = 1;
       return this;
     }
-
-    private long ssdBlockCount_ ;
     /**
      * <pre>
-     * Blocks removed from SSD.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ssd_block_count = 3;</code>
-     * @return The ssdBlockCount.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+     */
+    public Builder mergeProgress(dev.icehouse.v1.EvictProgress value) {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1 &&
+            event_ != dev.icehouse.v1.EvictProgress.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.EvictProgress.newBuilder((dev.icehouse.v1.EvictProgress) event_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 1) {
+          progressBuilder_.mergeFrom(value);
+        } else {
+          progressBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 1;
+      return this;
+    }
+    /**
+     * <pre>
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+     */
+    public Builder clearProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
+        }
+      } else {
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        progressBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+     */
+    public dev.icehouse.v1.EvictProgress.Builder getProgressBuilder() {
+      return getProgressFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
      */
     @java.lang.Override
-    public long getSsdBlockCount() {
-      return ssdBlockCount_;
+    public dev.icehouse.v1.EvictProgressOrBuilder getProgressOrBuilder() {
+      if ((eventCase_ == 1) && (progressBuilder_ != null)) {
+        return progressBuilder_.getMessageOrBuilder();
+      } else {
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.EvictProgress) event_;
+        }
+        return dev.icehouse.v1.EvictProgress.getDefaultInstance();
+      }
     }
     /**
      * <pre>
-     * Blocks removed from SSD.
+     * More blocks are removed. The first one before any is; then about every 256 blocks.
      * </pre>
      *
-     * <code>int64 ssd_block_count = 3;</code>
-     * @param value The ssdBlockCount to set.
-     * @return This builder for chaining.
+     * <code>.icehouse.v1.EvictProgress progress = 1;</code>
      */
-    public Builder setSsdBlockCount(long value) {
-
-      ssdBlockCount_ = value;
-      bitField0_ |= 0x00000004;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.EvictProgress, dev.icehouse.v1.EvictProgress.Builder, dev.icehouse.v1.EvictProgressOrBuilder> 
+        getProgressFieldBuilder() {
+      if (progressBuilder_ == null) {
+        if (!(eventCase_ == 1)) {
+          event_ = dev.icehouse.v1.EvictProgress.getDefaultInstance();
+        }
+        progressBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.EvictProgress, dev.icehouse.v1.EvictProgress.Builder, dev.icehouse.v1.EvictProgressOrBuilder>(
+                (dev.icehouse.v1.EvictProgress) event_,
+                getParentForChildren(),
+                isClean());
+        event_ = null;
+      }
+      eventCase_ = 1;
       onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Blocks removed from SSD.
-     * </pre>
-     *
-     * <code>int64 ssd_block_count = 3;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearSsdBlockCount() {
-      bitField0_ = (bitField0_ & ~0x00000004);
-      ssdBlockCount_ = 0L;
-      onChanged();
-      return this;
+      return progressBuilder_;
     }
 
-    private long ssdBytes_ ;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder> doneBuilder_;
     /**
      * <pre>
-     * Bytes freed on SSD.
+     * What was removed. Once, last.
      * </pre>
      *
-     * <code>int64 ssd_bytes = 4;</code>
-     * @return The ssdBytes.
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     * @return Whether the done field is set.
      */
     @java.lang.Override
-    public long getSsdBytes() {
-      return ssdBytes_;
+    public boolean hasDone() {
+      return eventCase_ == 2;
     }
     /**
      * <pre>
-     * Bytes freed on SSD.
+     * What was removed. Once, last.
      * </pre>
      *
-     * <code>int64 ssd_bytes = 4;</code>
-     * @param value The ssdBytes to set.
-     * @return This builder for chaining.
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     * @return The done.
      */
-    public Builder setSsdBytes(long value) {
-
-      ssdBytes_ = value;
-      bitField0_ |= 0x00000008;
-      onChanged();
+    @java.lang.Override
+    public dev.icehouse.v1.EvictResult getDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.EvictResult) event_;
+        }
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
+      } else {
+        if (eventCase_ == 2) {
+          return doneBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    public Builder setDone(dev.icehouse.v1.EvictResult value) {
+      if (doneBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        event_ = value;
+        onChanged();
+      } else {
+        doneBuilder_.setMessage(value);
+      }
+      eventCase_ = 2;
       return this;
     }
     /**
      * <pre>
-     * Bytes freed on SSD.
+     * What was removed. Once, last.
      * </pre>
      *
-     * <code>int64 ssd_bytes = 4;</code>
-     * @return This builder for chaining.
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public Builder clearSsdBytes() {
-      bitField0_ = (bitField0_ & ~0x00000008);
-      ssdBytes_ = 0L;
-      onChanged();
+    public Builder setDone(
+        dev.icehouse.v1.EvictResult.Builder builderForValue) {
+      if (doneBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
+      } else {
+        doneBuilder_.setMessage(builderForValue.build());
+      }
+      eventCase_ = 2;
       return this;
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    public Builder mergeDone(dev.icehouse.v1.EvictResult value) {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2 &&
+            event_ != dev.icehouse.v1.EvictResult.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.EvictResult.newBuilder((dev.icehouse.v1.EvictResult) event_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 2) {
+          doneBuilder_.mergeFrom(value);
+        } else {
+          doneBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    public Builder clearDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
+        }
+      } else {
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        doneBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    public dev.icehouse.v1.EvictResult.Builder getDoneBuilder() {
+      return getDoneFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder() {
+      if ((eventCase_ == 2) && (doneBuilder_ != null)) {
+        return doneBuilder_.getMessageOrBuilder();
+      } else {
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.EvictResult) event_;
+        }
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * What was removed. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder> 
+        getDoneFieldBuilder() {
+      if (doneBuilder_ == null) {
+        if (!(eventCase_ == 2)) {
+          event_ = dev.icehouse.v1.EvictResult.getDefaultInstance();
+        }
+        doneBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder>(
+                (dev.icehouse.v1.EvictResult) event_,
+                getParentForChildren(),
+                isClean());
+        event_ = null;
+      }
+      eventCase_ = 2;
+      onChanged();
+      return doneBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

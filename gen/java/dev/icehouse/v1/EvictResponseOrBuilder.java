@@ -10,41 +10,57 @@ public interface EvictResponseOrBuilder extends
 
   /**
    * <pre>
-   * Blocks removed from RAM.
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
    * </pre>
    *
-   * <code>int64 ram_block_count = 1;</code>
-   * @return The ramBlockCount.
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
-  long getRamBlockCount();
+  boolean hasProgress();
+  /**
+   * <pre>
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   * @return The progress.
+   */
+  dev.icehouse.v1.EvictProgress getProgress();
+  /**
+   * <pre>
+   * More blocks are removed. The first one before any is; then about every 256 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.EvictProgress progress = 1;</code>
+   */
+  dev.icehouse.v1.EvictProgressOrBuilder getProgressOrBuilder();
 
   /**
    * <pre>
-   * Bytes freed in RAM.
+   * What was removed. Once, last.
    * </pre>
    *
-   * <code>int64 ram_bytes = 2;</code>
-   * @return The ramBytes.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return Whether the done field is set.
    */
-  long getRamBytes();
-
+  boolean hasDone();
   /**
    * <pre>
-   * Blocks removed from SSD.
+   * What was removed. Once, last.
    * </pre>
    *
-   * <code>int64 ssd_block_count = 3;</code>
-   * @return The ssdBlockCount.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return The done.
    */
-  long getSsdBlockCount();
-
+  dev.icehouse.v1.EvictResult getDone();
   /**
    * <pre>
-   * Bytes freed on SSD.
+   * What was removed. Once, last.
    * </pre>
    *
-   * <code>int64 ssd_bytes = 4;</code>
-   * @return The ssdBytes.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
    */
-  long getSsdBytes();
+  dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder();
+
+  dev.icehouse.v1.EvictResponse.EventCase getEventCase();
 }

@@ -165,7 +165,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -178,7 +178,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -205,7 +205,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration predictedTimeToFirstTokenCold_;
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -217,7 +217,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -229,7 +229,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -244,7 +244,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.ImageSpan> images_;
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -255,7 +255,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -267,7 +267,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -278,7 +278,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -289,7 +289,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1411,7 +1411,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1423,7 +1423,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1439,7 +1439,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1460,7 +1460,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1479,7 +1479,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1505,7 +1505,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1523,7 +1523,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1536,7 +1536,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1552,7 +1552,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Predicted time from the moment a request leaves the queue to its first token, from rates
-     * measured here. Absent: nothing was measured yet.
+     * measured here. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -1576,7 +1576,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> predictedTimeToFirstTokenColdBuilder_;
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1587,7 +1587,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1602,7 +1602,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1622,7 +1622,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1640,7 +1640,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1665,7 +1665,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1682,7 +1682,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1694,7 +1694,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1709,7 +1709,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The same without the cache. Absent: nothing was measured yet.
+     * The same without the cache. Not set: nothing was measured yet.
      * </pre>
      *
      * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -1742,7 +1742,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1756,7 +1756,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1770,7 +1770,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1784,7 +1784,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1805,7 +1805,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1823,7 +1823,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1843,7 +1843,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1864,7 +1864,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1882,7 +1882,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1900,7 +1900,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1919,7 +1919,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1936,7 +1936,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1953,7 +1953,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1964,7 +1964,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1978,7 +1978,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -1993,7 +1993,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -2004,7 +2004,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -2016,7 +2016,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where images stand in the prompt, in order. Empty: there are none.
+     * Where images are in the prompt, in order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>

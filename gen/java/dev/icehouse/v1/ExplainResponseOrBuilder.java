@@ -92,7 +92,7 @@ public interface ExplainResponseOrBuilder extends
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -102,7 +102,7 @@ public interface ExplainResponseOrBuilder extends
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -112,7 +112,7 @@ public interface ExplainResponseOrBuilder extends
   /**
    * <pre>
    * Predicted time from the moment a request leaves the queue to its first token, from rates
-   * measured here. Absent: nothing was measured yet.
+   * measured here. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token = 4;</code>
@@ -121,7 +121,7 @@ public interface ExplainResponseOrBuilder extends
 
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -130,7 +130,7 @@ public interface ExplainResponseOrBuilder extends
   boolean hasPredictedTimeToFirstTokenCold();
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -139,7 +139,7 @@ public interface ExplainResponseOrBuilder extends
   com.google.protobuf.Duration getPredictedTimeToFirstTokenCold();
   /**
    * <pre>
-   * The same without the cache. Absent: nothing was measured yet.
+   * The same without the cache. Not set: nothing was measured yet.
    * </pre>
    *
    * <code>.google.protobuf.Duration predicted_time_to_first_token_cold = 5;</code>
@@ -148,7 +148,7 @@ public interface ExplainResponseOrBuilder extends
 
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -157,7 +157,7 @@ public interface ExplainResponseOrBuilder extends
       getImagesList();
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -165,7 +165,7 @@ public interface ExplainResponseOrBuilder extends
   dev.icehouse.v1.ImageSpan getImages(int index);
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -173,7 +173,7 @@ public interface ExplainResponseOrBuilder extends
   int getImagesCount();
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>
@@ -182,7 +182,7 @@ public interface ExplainResponseOrBuilder extends
       getImagesOrBuilderList();
   /**
    * <pre>
-   * Where images stand in the prompt, in order. Empty: there are none.
+   * Where images are in the prompt, in order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ImageSpan images = 6;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Why generation ended.
+ * Why the output ended.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.FinishReason}
@@ -23,9 +23,9 @@ public enum FinishReason
   FINISH_REASON_UNSPECIFIED(0),
   /**
    * <pre>
-   * The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-   * of the output; or the output is complete in its response format, where nothing but an end token could
-   * follow. `stop_token_id` says which token it was.
+   * The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+   * of the output; or the output is complete in its response format, where only an end token could
+   * follow. `stop_token_id` is that token.
    * </pre>
    *
    * <code>FINISH_REASON_STOP_TOKEN = 1;</code>
@@ -57,8 +57,8 @@ public enum FinishReason
   FINISH_REASON_CONTEXT_LENGTH(4),
   /**
    * <pre>
-   * The model ended its turn after at least one tool call that could be read: answer it with "tool"
-   * messages.
+   * The model ended its turn after at least one valid tool call: answer it with messages of
+   * ROLE_TOOL.
    * </pre>
    *
    * <code>FINISH_REASON_TOOL_CALLS = 5;</code>
@@ -77,9 +77,9 @@ public enum FinishReason
   public static final int FINISH_REASON_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * The model emitted one of its end tokens or of the request's `stop_token_ids`, whose text is not part
-   * of the output; or the output is complete in its response format, where nothing but an end token could
-   * follow. `stop_token_id` says which token it was.
+   * The model drew one of its end tokens or of the request's `stop_token_ids`, whose text is not part
+   * of the output; or the output is complete in its response format, where only an end token could
+   * follow. `stop_token_id` is that token.
    * </pre>
    *
    * <code>FINISH_REASON_STOP_TOKEN = 1;</code>
@@ -111,8 +111,8 @@ public enum FinishReason
   public static final int FINISH_REASON_CONTEXT_LENGTH_VALUE = 4;
   /**
    * <pre>
-   * The model ended its turn after at least one tool call that could be read: answer it with "tool"
-   * messages.
+   * The model ended its turn after at least one valid tool call: answer it with messages of
+   * ROLE_TOOL.
    * </pre>
    *
    * <code>FINISH_REASON_TOOL_CALLS = 5;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private int finishReason_ = 0;
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -61,7 +61,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -77,22 +77,10 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object stopString_ = "";
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 2;</code>
-   * @return Whether the stopString field is set.
-   */
-  @java.lang.Override
-  public boolean hasStopString() {
-    return ((bitField0_ & 0x00000001) != 0);
-  }
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 2;</code>
+   * <code>string stop_string = 2;</code>
    * @return The stopString.
    */
   @java.lang.Override
@@ -110,10 +98,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 2;</code>
+   * <code>string stop_string = 2;</code>
    * @return The bytes for stopString.
    */
   @java.lang.Override
@@ -131,14 +119,43 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int USAGE_FIELD_NUMBER = 3;
+  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 3;
+  private int stopTokenId_ = 0;
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 3;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  @java.lang.Override
+  public boolean hasStopTokenId() {
+    return ((bitField0_ & 0x00000001) != 0);
+  }
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 3;</code>
+   * @return The stopTokenId.
+   */
+  @java.lang.Override
+  public int getStopTokenId() {
+    return stopTokenId_;
+  }
+
+  public static final int USAGE_FIELD_NUMBER = 4;
   private dev.icehouse.v1.Usage usage_;
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    * @return Whether the usage field is set.
    */
   @java.lang.Override
@@ -147,10 +164,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    * @return The usage.
    */
   @java.lang.Override
@@ -159,58 +176,29 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
     return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
   }
 
-  public static final int COMPLETION_INDEX_FIELD_NUMBER = 4;
+  public static final int COMPLETION_INDEX_FIELD_NUMBER = 5;
   private int completionIndex_ = 0;
   /**
    * <pre>
    * Which completion it belongs to, from 0.
    * </pre>
    *
-   * <code>int32 completion_index = 4;</code>
+   * <code>int32 completion_index = 5;</code>
    * @return The completionIndex.
    */
   @java.lang.Override
   public int getCompletionIndex() {
     return completionIndex_;
-  }
-
-  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 5;
-  private int stopTokenId_ = 0;
-  /**
-   * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 5;</code>
-   * @return Whether the stopTokenId field is set.
-   */
-  @java.lang.Override
-  public boolean hasStopTokenId() {
-    return ((bitField0_ & 0x00000004) != 0);
-  }
-  /**
-   * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 5;</code>
-   * @return The stopTokenId.
-   */
-  @java.lang.Override
-  public int getStopTokenId() {
-    return stopTokenId_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -230,17 +218,17 @@ private static final long serialVersionUID = 0L;
     if (finishReason_ != dev.icehouse.v1.FinishReason.FINISH_REASON_UNSPECIFIED.getNumber()) {
       output.writeEnum(1, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 2, stopString_);
     }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeInt32(3, stopTokenId_);
+    }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(3, getUsage());
+      output.writeMessage(4, getUsage());
     }
     if (completionIndex_ != 0) {
-      output.writeInt32(4, completionIndex_);
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeInt32(5, stopTokenId_);
+      output.writeInt32(5, completionIndex_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -255,20 +243,20 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeEnumSize(1, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, stopString_);
+    }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(3, stopTokenId_);
     }
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, getUsage());
+        .computeMessageSize(4, getUsage());
     }
     if (completionIndex_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(4, completionIndex_);
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(5, stopTokenId_);
+        .computeInt32Size(5, completionIndex_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -286,10 +274,12 @@ private static final long serialVersionUID = 0L;
     dev.icehouse.v1.Finished other = (dev.icehouse.v1.Finished) obj;
 
     if (finishReason_ != other.finishReason_) return false;
-    if (hasStopString() != other.hasStopString()) return false;
-    if (hasStopString()) {
-      if (!getStopString()
-          .equals(other.getStopString())) return false;
+    if (!getStopString()
+        .equals(other.getStopString())) return false;
+    if (hasStopTokenId() != other.hasStopTokenId()) return false;
+    if (hasStopTokenId()) {
+      if (getStopTokenId()
+          != other.getStopTokenId()) return false;
     }
     if (hasUsage() != other.hasUsage()) return false;
     if (hasUsage()) {
@@ -298,11 +288,6 @@ private static final long serialVersionUID = 0L;
     }
     if (getCompletionIndex()
         != other.getCompletionIndex()) return false;
-    if (hasStopTokenId() != other.hasStopTokenId()) return false;
-    if (hasStopTokenId()) {
-      if (getStopTokenId()
-          != other.getStopTokenId()) return false;
-    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -316,9 +301,11 @@ private static final long serialVersionUID = 0L;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + FINISH_REASON_FIELD_NUMBER;
     hash = (53 * hash) + finishReason_;
-    if (hasStopString()) {
-      hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
-      hash = (53 * hash) + getStopString().hashCode();
+    hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
+    hash = (53 * hash) + getStopString().hashCode();
+    if (hasStopTokenId()) {
+      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
+      hash = (53 * hash) + getStopTokenId();
     }
     if (hasUsage()) {
       hash = (37 * hash) + USAGE_FIELD_NUMBER;
@@ -326,10 +313,6 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + COMPLETION_INDEX_FIELD_NUMBER;
     hash = (53 * hash) + getCompletionIndex();
-    if (hasStopTokenId()) {
-      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
-      hash = (53 * hash) + getStopTokenId();
-    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -473,13 +456,13 @@ private static final long serialVersionUID = 0L;
       bitField0_ = 0;
       finishReason_ = 0;
       stopString_ = "";
+      stopTokenId_ = 0;
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
         usageBuilder_ = null;
       }
       completionIndex_ = 0;
-      stopTokenId_ = 0;
       return this;
     }
 
@@ -516,23 +499,22 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000001) != 0)) {
         result.finishReason_ = finishReason_;
       }
-      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000002) != 0)) {
         result.stopString_ = stopString_;
+      }
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00000004) != 0)) {
+        result.stopTokenId_ = stopTokenId_;
         to_bitField0_ |= 0x00000001;
       }
-      if (((from_bitField0_ & 0x00000004) != 0)) {
+      if (((from_bitField0_ & 0x00000008) != 0)) {
         result.usage_ = usageBuilder_ == null
             ? usage_
             : usageBuilder_.build();
         to_bitField0_ |= 0x00000002;
       }
-      if (((from_bitField0_ & 0x00000008) != 0)) {
-        result.completionIndex_ = completionIndex_;
-      }
       if (((from_bitField0_ & 0x00000010) != 0)) {
-        result.stopTokenId_ = stopTokenId_;
-        to_bitField0_ |= 0x00000004;
+        result.completionIndex_ = completionIndex_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -584,19 +566,19 @@ private static final long serialVersionUID = 0L;
       if (other.finishReason_ != 0) {
         setFinishReasonValue(other.getFinishReasonValue());
       }
-      if (other.hasStopString()) {
+      if (!other.getStopString().isEmpty()) {
         stopString_ = other.stopString_;
         bitField0_ |= 0x00000002;
         onChanged();
+      }
+      if (other.hasStopTokenId()) {
+        setStopTokenId(other.getStopTokenId());
       }
       if (other.hasUsage()) {
         mergeUsage(other.getUsage());
       }
       if (other.getCompletionIndex() != 0) {
         setCompletionIndex(other.getCompletionIndex());
-      }
-      if (other.hasStopTokenId()) {
-        setStopTokenId(other.getStopTokenId());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -634,20 +616,20 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000002;
               break;
             } // case 18
-            case 26: {
+            case 24: {
+              stopTokenId_ = input.readInt32();
+              bitField0_ |= 0x00000004;
+              break;
+            } // case 24
+            case 34: {
               input.readMessage(
                   getUsageFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000004;
-              break;
-            } // case 26
-            case 32: {
-              completionIndex_ = input.readInt32();
               bitField0_ |= 0x00000008;
               break;
-            } // case 32
+            } // case 34
             case 40: {
-              stopTokenId_ = input.readInt32();
+              completionIndex_ = input.readInt32();
               bitField0_ |= 0x00000010;
               break;
             } // case 40
@@ -671,7 +653,7 @@ private static final long serialVersionUID = 0L;
     private int finishReason_ = 0;
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -682,7 +664,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -697,7 +679,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -710,7 +692,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -728,7 +710,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -744,21 +726,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object stopString_ = "";
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 2;</code>
-     * @return Whether the stopString field is set.
-     */
-    public boolean hasStopString() {
-      return ((bitField0_ & 0x00000002) != 0);
-    }
-    /**
-     * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional string stop_string = 2;</code>
+     * <code>string stop_string = 2;</code>
      * @return The stopString.
      */
     public java.lang.String getStopString() {
@@ -775,10 +746,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 2;</code>
+     * <code>string stop_string = 2;</code>
      * @return The bytes for stopString.
      */
     public com.google.protobuf.ByteString
@@ -796,10 +767,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 2;</code>
+     * <code>string stop_string = 2;</code>
      * @param value The stopString to set.
      * @return This builder for chaining.
      */
@@ -813,10 +784,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 2;</code>
+     * <code>string stop_string = 2;</code>
      * @return This builder for chaining.
      */
     public Builder clearStopString() {
@@ -827,10 +798,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 2;</code>
+     * <code>string stop_string = 2;</code>
      * @param value The bytes for stopString to set.
      * @return This builder for chaining.
      */
@@ -844,26 +815,86 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private int stopTokenId_ ;
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 3;</code>
+     * @return Whether the stopTokenId field is set.
+     */
+    @java.lang.Override
+    public boolean hasStopTokenId() {
+      return ((bitField0_ & 0x00000004) != 0);
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 3;</code>
+     * @return The stopTokenId.
+     */
+    @java.lang.Override
+    public int getStopTokenId() {
+      return stopTokenId_;
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 3;</code>
+     * @param value The stopTokenId to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStopTokenId(int value) {
+
+      stopTokenId_ = value;
+      bitField0_ |= 0x00000004;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 3;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearStopTokenId() {
+      bitField0_ = (bitField0_ & ~0x00000004);
+      stopTokenId_ = 0;
+      onChanged();
+      return this;
+    }
+
     private dev.icehouse.v1.Usage usage_;
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> usageBuilder_;
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      * @return Whether the usage field is set.
      */
     public boolean hasUsage() {
-      return ((bitField0_ & 0x00000004) != 0);
+      return ((bitField0_ & 0x00000008) != 0);
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      * @return The usage.
      */
     public dev.icehouse.v1.Usage getUsage() {
@@ -875,10 +906,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public Builder setUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
@@ -889,16 +920,16 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000008;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public Builder setUsage(
         dev.icehouse.v1.Usage.Builder builderForValue) {
@@ -907,20 +938,20 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000008;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public Builder mergeUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
-        if (((bitField0_ & 0x00000004) != 0) &&
+        if (((bitField0_ & 0x00000008) != 0) &&
           usage_ != null &&
           usage_ != dev.icehouse.v1.Usage.getDefaultInstance()) {
           getUsageBuilder().mergeFrom(value);
@@ -931,20 +962,20 @@ private static final long serialVersionUID = 0L;
         usageBuilder_.mergeFrom(value);
       }
       if (usage_ != null) {
-        bitField0_ |= 0x00000004;
+        bitField0_ |= 0x00000008;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public Builder clearUsage() {
-      bitField0_ = (bitField0_ & ~0x00000004);
+      bitField0_ = (bitField0_ & ~0x00000008);
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
@@ -955,22 +986,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public dev.icehouse.v1.Usage.Builder getUsageBuilder() {
-      bitField0_ |= 0x00000004;
+      bitField0_ |= 0x00000008;
       onChanged();
       return getUsageFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
       if (usageBuilder_ != null) {
@@ -982,10 +1013,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.Usage usage = 4;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> 
@@ -1007,7 +1038,7 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 4;</code>
+     * <code>int32 completion_index = 5;</code>
      * @return The completionIndex.
      */
     @java.lang.Override
@@ -1019,14 +1050,14 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 4;</code>
+     * <code>int32 completion_index = 5;</code>
      * @param value The completionIndex to set.
      * @return This builder for chaining.
      */
     public Builder setCompletionIndex(int value) {
 
       completionIndex_ = value;
-      bitField0_ |= 0x00000008;
+      bitField0_ |= 0x00000010;
       onChanged();
       return this;
     }
@@ -1035,72 +1066,12 @@ private static final long serialVersionUID = 0L;
      * Which completion it belongs to, from 0.
      * </pre>
      *
-     * <code>int32 completion_index = 4;</code>
+     * <code>int32 completion_index = 5;</code>
      * @return This builder for chaining.
      */
     public Builder clearCompletionIndex() {
-      bitField0_ = (bitField0_ & ~0x00000008);
-      completionIndex_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private int stopTokenId_ ;
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 5;</code>
-     * @return Whether the stopTokenId field is set.
-     */
-    @java.lang.Override
-    public boolean hasStopTokenId() {
-      return ((bitField0_ & 0x00000010) != 0);
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 5;</code>
-     * @return The stopTokenId.
-     */
-    @java.lang.Override
-    public int getStopTokenId() {
-      return stopTokenId_;
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 5;</code>
-     * @param value The stopTokenId to set.
-     * @return This builder for chaining.
-     */
-    public Builder setStopTokenId(int value) {
-
-      stopTokenId_ = value;
-      bitField0_ |= 0x00000010;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 5;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearStopTokenId() {
       bitField0_ = (bitField0_ & ~0x00000010);
-      stopTokenId_ = 0;
+      completionIndex_ = 0;
       onChanged();
       return this;
     }

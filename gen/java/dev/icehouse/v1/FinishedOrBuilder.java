@@ -10,7 +10,7 @@ public interface FinishedOrBuilder extends
 
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -19,7 +19,7 @@ public interface FinishedOrBuilder extends
   int getFinishReasonValue();
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 1;</code>
@@ -29,28 +29,19 @@ public interface FinishedOrBuilder extends
 
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 2;</code>
-   * @return Whether the stopString field is set.
-   */
-  boolean hasStopString();
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 2;</code>
+   * <code>string stop_string = 2;</code>
    * @return The stopString.
    */
   java.lang.String getStopString();
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 2;</code>
+   * <code>string stop_string = 2;</code>
    * @return The bytes for stopString.
    */
   com.google.protobuf.ByteString
@@ -58,28 +49,49 @@ public interface FinishedOrBuilder extends
 
   /**
    * <pre>
-   * What it cost.
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>optional int32 stop_token_id = 3;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  boolean hasStopTokenId();
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 3;</code>
+   * @return The stopTokenId.
+   */
+  int getStopTokenId();
+
+  /**
+   * <pre>
+   * What the request cost.
+   * </pre>
+   *
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    * @return Whether the usage field is set.
    */
   boolean hasUsage();
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    * @return The usage.
    */
   dev.icehouse.v1.Usage getUsage();
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.Usage usage = 4;</code>
    */
   dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder();
 
@@ -88,29 +100,8 @@ public interface FinishedOrBuilder extends
    * Which completion it belongs to, from 0.
    * </pre>
    *
-   * <code>int32 completion_index = 4;</code>
+   * <code>int32 completion_index = 5;</code>
    * @return The completionIndex.
    */
   int getCompletionIndex();
-
-  /**
-   * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 5;</code>
-   * @return Whether the stopTokenId field is set.
-   */
-  boolean hasStopTokenId();
-  /**
-   * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional int32 stop_token_id = 5;</code>
-   * @return The stopTokenId.
-   */
-  int getStopTokenId();
 }

@@ -25,10 +25,8 @@ private static final long serialVersionUID = 0L;
     model_ = "";
     stop_ =
         com.google.protobuf.LazyStringArrayList.emptyList();
-    tools_ = java.util.Collections.emptyList();
-    adapter_ = "";
-    sessionId_ = "";
     stopTokenIds_ = emptyIntList();
+    sessionId_ = "";
   }
 
   @java.lang.Override
@@ -52,64 +50,18 @@ private static final long serialVersionUID = 0L;
   }
 
   private int bitField0_;
-  private int promptCase_ = 0;
-  @SuppressWarnings("serial")
-  private java.lang.Object prompt_;
-  public enum PromptCase
-      implements com.google.protobuf.Internal.EnumLite,
-          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
-    TEXT(3),
-    CHAT(4),
-    TOKENS(5),
-    INFILL(21),
-    PROMPT_NOT_SET(0);
-    private final int value;
-    private PromptCase(int value) {
-      this.value = value;
-    }
-    /**
-     * @param value The number of the enum to look for.
-     * @return The enum associated with the given number.
-     * @deprecated Use {@link #forNumber(int)} instead.
-     */
-    @java.lang.Deprecated
-    public static PromptCase valueOf(int value) {
-      return forNumber(value);
-    }
-
-    public static PromptCase forNumber(int value) {
-      switch (value) {
-        case 3: return TEXT;
-        case 4: return CHAT;
-        case 5: return TOKENS;
-        case 21: return INFILL;
-        case 0: return PROMPT_NOT_SET;
-        default: return null;
-      }
-    }
-    public int getNumber() {
-      return this.value;
-    }
-  };
-
-  public PromptCase
-  getPromptCase() {
-    return PromptCase.forNumber(
-        promptCase_);
-  }
-
   public static final int REQUEST_ID_FIELD_NUMBER = 1;
   @SuppressWarnings("serial")
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-   * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-   * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-   * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-   * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-   * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+   * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+   * is sent again does not run twice at once, and it is not joined to the first one either.
+   * Once the first one has ended, the id is free and the same request runs anew: with
+   * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+   * connection the id is free one step after the server has noticed. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -131,12 +83,12 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-   * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-   * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-   * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-   * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-   * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+   * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+   * is sent again does not run twice at once, and it is not joined to the first one either.
+   * Once the first one has ended, the id is free and the same request runs anew: with
+   * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+   * connection the id is free one step after the server has noticed. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -162,7 +114,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -183,7 +135,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -204,212 +156,54 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int TEXT_FIELD_NUMBER = 3;
+  public static final int PROMPT_FIELD_NUMBER = 3;
+  private dev.icehouse.v1.Prompt prompt_;
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return Whether the text field is set.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return Whether the prompt field is set.
    */
-  public boolean hasText() {
-    return promptCase_ == 3;
+  @java.lang.Override
+  public boolean hasPrompt() {
+    return ((bitField0_ & 0x00000001) != 0);
   }
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return The prompt.
    */
-  public java.lang.String getText() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 3) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      if (promptCase_ == 3) {
-        prompt_ = s;
-      }
-      return s;
-    }
+  @java.lang.Override
+  public dev.icehouse.v1.Prompt getPrompt() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
   }
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The bytes for text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
    */
-  public com.google.protobuf.ByteString
-      getTextBytes() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 3) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      if (promptCase_ == 3) {
-        prompt_ = b;
-      }
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
+  @java.lang.Override
+  public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
   }
 
-  public static final int CHAT_FIELD_NUMBER = 4;
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return Whether the chat field is set.
-   */
-  @java.lang.Override
-  public boolean hasChat() {
-    return promptCase_ == 4;
-  }
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return The chat.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPrompt getChat() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-
-  public static final int TOKENS_FIELD_NUMBER = 5;
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return Whether the tokens field is set.
-   */
-  @java.lang.Override
-  public boolean hasTokens() {
-    return promptCase_ == 5;
-  }
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return The tokens.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPrompt getTokens() {
-    if (promptCase_ == 5) {
-       return (dev.icehouse.v1.TokenPrompt) prompt_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-    if (promptCase_ == 5) {
-       return (dev.icehouse.v1.TokenPrompt) prompt_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-
-  public static final int INFILL_FIELD_NUMBER = 21;
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   * @return Whether the infill field is set.
-   */
-  @java.lang.Override
-  public boolean hasInfill() {
-    return promptCase_ == 21;
-  }
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   * @return The infill.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.InfillPrompt getInfill() {
-    if (promptCase_ == 21) {
-       return (dev.icehouse.v1.InfillPrompt) prompt_;
-    }
-    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
-    if (promptCase_ == 21) {
-       return (dev.icehouse.v1.InfillPrompt) prompt_;
-    }
-    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-  }
-
-  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 6;
+  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 4;
   private int maxOutputTokens_ = 0;
   /**
    * <pre>
-   * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-   * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-   * tells. Absent or 0: the server's default (256 by default).
+   * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+   * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+   * `max_output_tokens` has the result. Default: the server's default (256 by default).
    * </pre>
    *
-   * <code>int32 max_output_tokens = 6;</code>
+   * <code>int32 max_output_tokens = 4;</code>
    * @return The maxOutputTokens.
    */
   @java.lang.Override
@@ -417,26 +211,26 @@ private static final long serialVersionUID = 0L;
     return maxOutputTokens_;
   }
 
-  public static final int SAMPLING_FIELD_NUMBER = 7;
+  public static final int SAMPLING_FIELD_NUMBER = 5;
   private dev.icehouse.v1.SamplingParams sampling_;
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    * @return Whether the sampling field is set.
    */
   @java.lang.Override
   public boolean hasSampling() {
-    return ((bitField0_ & 0x00000001) != 0);
+    return ((bitField0_ & 0x00000002) != 0);
   }
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    * @return The sampling.
    */
   @java.lang.Override
@@ -445,28 +239,28 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.SamplingParamsOrBuilder getSamplingOrBuilder() {
     return sampling_ == null ? dev.icehouse.v1.SamplingParams.getDefaultInstance() : sampling_;
   }
 
-  public static final int STOP_FIELD_NUMBER = 8;
+  public static final int STOP_FIELD_NUMBER = 6;
   @SuppressWarnings("serial")
   private com.google.protobuf.LazyStringArrayList stop_ =
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @return A list containing the stop.
    */
   public com.google.protobuf.ProtocolStringList
@@ -475,12 +269,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @return The count of stop.
    */
   public int getStopCount() {
@@ -488,12 +282,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @param index The index of the element to return.
    * @return The stop at the given index.
    */
@@ -502,12 +296,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @param index The index of the value to return.
    * @return The bytes of the stop at the given index.
    */
@@ -516,28 +310,79 @@ private static final long serialVersionUID = 0L;
     return stop_.getByteString(index);
   }
 
-  public static final int RESPONSE_FORMAT_FIELD_NUMBER = 9;
+  public static final int STOP_TOKEN_IDS_FIELD_NUMBER = 7;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.Internal.IntList stopTokenIds_ =
+      emptyIntList();
+  /**
+   * <pre>
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
+   * </pre>
+   *
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @return A list containing the stopTokenIds.
+   */
+  @java.lang.Override
+  public java.util.List<java.lang.Integer>
+      getStopTokenIdsList() {
+    return stopTokenIds_;
+  }
+  /**
+   * <pre>
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
+   * </pre>
+   *
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @return The count of stopTokenIds.
+   */
+  public int getStopTokenIdsCount() {
+    return stopTokenIds_.size();
+  }
+  /**
+   * <pre>
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
+   * </pre>
+   *
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @param index The index of the element to return.
+   * @return The stopTokenIds at the given index.
+   */
+  public int getStopTokenIds(int index) {
+    return stopTokenIds_.getInt(index);
+  }
+  private int stopTokenIdsMemoizedSerializedSize = -1;
+
+  public static final int RESPONSE_FORMAT_FIELD_NUMBER = 8;
   private dev.icehouse.v1.ResponseFormat responseFormat_;
   /**
    * <pre>
    * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    * @return Whether the responseFormat field is set.
    */
   @java.lang.Override
   public boolean hasResponseFormat() {
-    return ((bitField0_ & 0x00000002) != 0);
+    return ((bitField0_ & 0x00000004) != 0);
   }
   /**
    * <pre>
    * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    * @return The responseFormat.
    */
   @java.lang.Override
@@ -547,92 +392,98 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.ResponseFormatOrBuilder getResponseFormatOrBuilder() {
     return responseFormat_ == null ? dev.icehouse.v1.ResponseFormat.getDefaultInstance() : responseFormat_;
   }
 
-  public static final int TOOLS_FIELD_NUMBER = 10;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.Tool> tools_;
+  public static final int TOOL_CHOICE_FIELD_NUMBER = 9;
+  private dev.icehouse.v1.ToolChoice toolChoice_;
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+   * @return Whether the toolChoice field is set.
    */
   @java.lang.Override
-  public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-    return tools_;
+  public boolean hasToolChoice() {
+    return ((bitField0_ & 0x00000008) != 0);
   }
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+   * @return The toolChoice.
    */
   @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList() {
-    return tools_;
+  public dev.icehouse.v1.ToolChoice getToolChoice() {
+    return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
   }
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
    */
   @java.lang.Override
-  public int getToolsCount() {
-    return tools_.size();
+  public dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder() {
+    return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
+  }
+
+  public static final int MAX_REASONING_TOKENS_FIELD_NUMBER = 10;
+  private int maxReasoningTokens_ = 0;
+  /**
+   * <pre>
+   * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+   * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+   * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+   * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+   * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+   * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+   * the end of its reasoning. Default: unlimited.
+   * </pre>
+   *
+   * <code>optional int32 max_reasoning_tokens = 10;</code>
+   * @return Whether the maxReasoningTokens field is set.
+   */
+  @java.lang.Override
+  public boolean hasMaxReasoningTokens() {
+    return ((bitField0_ & 0x00000010) != 0);
   }
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+   * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+   * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+   * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+   * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+   * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+   * the end of its reasoning. Default: unlimited.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>optional int32 max_reasoning_tokens = 10;</code>
+   * @return The maxReasoningTokens.
    */
   @java.lang.Override
-  public dev.icehouse.v1.Tool getTools(int index) {
-    return tools_.get(index);
-  }
-  /**
-   * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index) {
-    return tools_.get(index);
+  public int getMaxReasoningTokens() {
+    return maxReasoningTokens_;
   }
 
   public static final int LOGPROBS_FIELD_NUMBER = 11;
   private dev.icehouse.v1.LogprobsOptions logprobs_;
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -640,11 +491,11 @@ private static final long serialVersionUID = 0L;
    */
   @java.lang.Override
   public boolean hasLogprobs() {
-    return ((bitField0_ & 0x00000004) != 0);
+    return ((bitField0_ & 0x00000020) != 0);
   }
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -656,7 +507,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -666,110 +517,19 @@ private static final long serialVersionUID = 0L;
     return logprobs_ == null ? dev.icehouse.v1.LogprobsOptions.getDefaultInstance() : logprobs_;
   }
 
-  public static final int CACHE_FIELD_NUMBER = 12;
-  private dev.icehouse.v1.CachePolicy cache_;
-  /**
-   * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   * @return Whether the cache field is set.
-   */
-  @java.lang.Override
-  public boolean hasCache() {
-    return ((bitField0_ & 0x00000008) != 0);
-  }
-  /**
-   * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   * @return The cache.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.CachePolicy getCache() {
-    return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
-  }
-  /**
-   * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
-    return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
-  }
-
-  public static final int PRIORITY_FIELD_NUMBER = 13;
-  private int priority_ = 0;
-  /**
-   * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
-   * </pre>
-   *
-   * <code>int32 priority = 13;</code>
-   * @return The priority.
-   */
-  @java.lang.Override
-  public int getPriority() {
-    return priority_;
-  }
-
-  public static final int TOOL_CHOICE_FIELD_NUMBER = 14;
-  private dev.icehouse.v1.ToolChoice toolChoice_;
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   * @return Whether the toolChoice field is set.
-   */
-  @java.lang.Override
-  public boolean hasToolChoice() {
-    return ((bitField0_ & 0x00000010) != 0);
-  }
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   * @return The toolChoice.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolChoice getToolChoice() {
-    return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
-  }
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder() {
-    return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
-  }
-
-  public static final int COMPLETIONS_FIELD_NUMBER = 15;
+  public static final int COMPLETIONS_FIELD_NUMBER = 12;
   private int completions_ = 0;
   /**
    * <pre>
-   * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-   * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-   * They are let in together or refused together, take a place in the queue and a slot each, and the first
-   * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-   * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-   * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
+   * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+   * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+   * They are accepted or refused together, take a place in the queue and a slot each, and the first
+   * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+   * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+   * them. Default: 1, returned only in the fields of GenerateResponse itself.
    * </pre>
    *
-   * <code>int32 completions = 15;</code>
+   * <code>int32 completions = 12;</code>
    * @return The completions.
    */
   @java.lang.Override
@@ -777,26 +537,26 @@ private static final long serialVersionUID = 0L;
     return completions_;
   }
 
-  public static final int SPECULATION_FIELD_NUMBER = 16;
+  public static final int SPECULATION_FIELD_NUMBER = 13;
   private dev.icehouse.v1.Speculation speculation_;
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    * @return Whether the speculation field is set.
    */
   @java.lang.Override
   public boolean hasSpeculation() {
-    return ((bitField0_ & 0x00000020) != 0);
+    return ((bitField0_ & 0x00000040) != 0);
   }
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    * @return The speculation.
    */
   @java.lang.Override
@@ -805,78 +565,82 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.SpeculationOrBuilder getSpeculationOrBuilder() {
     return speculation_ == null ? dev.icehouse.v1.Speculation.getDefaultInstance() : speculation_;
   }
 
-  public static final int ADAPTER_FIELD_NUMBER = 17;
-  @SuppressWarnings("serial")
-  private volatile java.lang.Object adapter_ = "";
+  public static final int CACHE_FIELD_NUMBER = 14;
+  private dev.icehouse.v1.CachePolicy cache_;
   /**
    * <pre>
-   * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-   * different adapters share no cache. Absent: the model by itself.
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   * @return Whether the cache field is set.
    */
   @java.lang.Override
-  public java.lang.String getAdapter() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      adapter_ = s;
-      return s;
-    }
+  public boolean hasCache() {
+    return ((bitField0_ & 0x00000080) != 0);
   }
   /**
    * <pre>
-   * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-   * different adapters share no cache. Absent: the model by itself.
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   * @return The cache.
    */
   @java.lang.Override
-  public com.google.protobuf.ByteString
-      getAdapterBytes() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      adapter_ = b;
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
+  public dev.icehouse.v1.CachePolicy getCache() {
+    return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
+  }
+  /**
+   * <pre>
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
+    return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
   }
 
-  public static final int SESSION_ID_FIELD_NUMBER = 18;
+  public static final int PRIORITY_FIELD_NUMBER = 15;
+  private int priority_ = 0;
+  /**
+   * <pre>
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
+   * </pre>
+   *
+   * <code>int32 priority = 15;</code>
+   * @return The priority.
+   */
+  @java.lang.Override
+  public int getPriority() {
+    return priority_;
+  }
+
+  public static final int SESSION_ID_FIELD_NUMBER = 16;
   @SuppressWarnings("serial")
   private volatile java.lang.Object sessionId_ = "";
   /**
    * <pre>
-   * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-   * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-   * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-   * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-   * (one that is not written as above is passed over), else none.
+   * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+   * (malformed ones are ignored), otherwise none.
    * </pre>
    *
-   * <code>string session_id = 18;</code>
+   * <code>string session_id = 16;</code>
    * @return The sessionId.
    */
   @java.lang.Override
@@ -894,14 +658,14 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-   * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-   * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-   * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-   * (one that is not written as above is passed over), else none.
+   * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+   * (malformed ones are ignored), otherwise none.
    * </pre>
    *
-   * <code>string session_id = 18;</code>
+   * <code>string session_id = 16;</code>
    * @return The bytes for sessionId.
    */
   @java.lang.Override
@@ -917,96 +681,6 @@ private static final long serialVersionUID = 0L;
     } else {
       return (com.google.protobuf.ByteString) ref;
     }
-  }
-
-  public static final int STOP_TOKEN_IDS_FIELD_NUMBER = 19;
-  @SuppressWarnings("serial")
-  private com.google.protobuf.Internal.IntList stopTokenIds_ =
-      emptyIntList();
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @return A list containing the stopTokenIds.
-   */
-  @java.lang.Override
-  public java.util.List<java.lang.Integer>
-      getStopTokenIdsList() {
-    return stopTokenIds_;
-  }
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @return The count of stopTokenIds.
-   */
-  public int getStopTokenIdsCount() {
-    return stopTokenIds_.size();
-  }
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @param index The index of the element to return.
-   * @return The stopTokenIds at the given index.
-   */
-  public int getStopTokenIds(int index) {
-    return stopTokenIds_.getInt(index);
-  }
-  private int stopTokenIdsMemoizedSerializedSize = -1;
-
-  public static final int MAX_REASONING_TOKENS_FIELD_NUMBER = 20;
-  private int maxReasoningTokens_ = 0;
-  /**
-   * <pre>
-   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-   * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-   * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-   * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-   * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-   * reasoning. Absent: as long as the model likes.
-   * </pre>
-   *
-   * <code>optional int32 max_reasoning_tokens = 20;</code>
-   * @return Whether the maxReasoningTokens field is set.
-   */
-  @java.lang.Override
-  public boolean hasMaxReasoningTokens() {
-    return ((bitField0_ & 0x00000040) != 0);
-  }
-  /**
-   * <pre>
-   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-   * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-   * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-   * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-   * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-   * reasoning. Absent: as long as the model likes.
-   * </pre>
-   *
-   * <code>optional int32 max_reasoning_tokens = 20;</code>
-   * @return The maxReasoningTokens.
-   */
-  @java.lang.Override
-  public int getMaxReasoningTokens() {
-    return maxReasoningTokens_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -1030,66 +704,51 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 2, model_);
     }
-    if (promptCase_ == 3) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 3, prompt_);
-    }
-    if (promptCase_ == 4) {
-      output.writeMessage(4, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 5) {
-      output.writeMessage(5, (dev.icehouse.v1.TokenPrompt) prompt_);
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeMessage(3, getPrompt());
     }
     if (maxOutputTokens_ != 0) {
-      output.writeInt32(6, maxOutputTokens_);
-    }
-    if (((bitField0_ & 0x00000001) != 0)) {
-      output.writeMessage(7, getSampling());
-    }
-    for (int i = 0; i < stop_.size(); i++) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 8, stop_.getRaw(i));
+      output.writeInt32(4, maxOutputTokens_);
     }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(9, getResponseFormat());
+      output.writeMessage(5, getSampling());
     }
-    for (int i = 0; i < tools_.size(); i++) {
-      output.writeMessage(10, tools_.get(i));
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(11, getLogprobs());
-    }
-    if (((bitField0_ & 0x00000008) != 0)) {
-      output.writeMessage(12, getCache());
-    }
-    if (priority_ != 0) {
-      output.writeInt32(13, priority_);
-    }
-    if (((bitField0_ & 0x00000010) != 0)) {
-      output.writeMessage(14, getToolChoice());
-    }
-    if (completions_ != 0) {
-      output.writeInt32(15, completions_);
-    }
-    if (((bitField0_ & 0x00000020) != 0)) {
-      output.writeMessage(16, getSpeculation());
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, adapter_);
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 18, sessionId_);
+    for (int i = 0; i < stop_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 6, stop_.getRaw(i));
     }
     if (getStopTokenIdsList().size() > 0) {
-      output.writeUInt32NoTag(154);
+      output.writeUInt32NoTag(58);
       output.writeUInt32NoTag(stopTokenIdsMemoizedSerializedSize);
     }
     for (int i = 0; i < stopTokenIds_.size(); i++) {
       output.writeInt32NoTag(stopTokenIds_.getInt(i));
     }
-    if (((bitField0_ & 0x00000040) != 0)) {
-      output.writeInt32(20, maxReasoningTokens_);
+    if (((bitField0_ & 0x00000004) != 0)) {
+      output.writeMessage(8, getResponseFormat());
     }
-    if (promptCase_ == 21) {
-      output.writeMessage(21, (dev.icehouse.v1.InfillPrompt) prompt_);
+    if (((bitField0_ & 0x00000008) != 0)) {
+      output.writeMessage(9, getToolChoice());
+    }
+    if (((bitField0_ & 0x00000010) != 0)) {
+      output.writeInt32(10, maxReasoningTokens_);
+    }
+    if (((bitField0_ & 0x00000020) != 0)) {
+      output.writeMessage(11, getLogprobs());
+    }
+    if (completions_ != 0) {
+      output.writeInt32(12, completions_);
+    }
+    if (((bitField0_ & 0x00000040) != 0)) {
+      output.writeMessage(13, getSpeculation());
+    }
+    if (((bitField0_ & 0x00000080) != 0)) {
+      output.writeMessage(14, getCache());
+    }
+    if (priority_ != 0) {
+      output.writeInt32(15, priority_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 16, sessionId_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -1106,24 +765,17 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, model_);
     }
-    if (promptCase_ == 3) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(3, prompt_);
-    }
-    if (promptCase_ == 4) {
+    if (((bitField0_ & 0x00000001) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(4, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 5) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(5, (dev.icehouse.v1.TokenPrompt) prompt_);
+        .computeMessageSize(3, getPrompt());
     }
     if (maxOutputTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(6, maxOutputTokens_);
+        .computeInt32Size(4, maxOutputTokens_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(7, getSampling());
+        .computeMessageSize(5, getSampling());
     }
     {
       int dataSize = 0;
@@ -1133,44 +785,6 @@ private static final long serialVersionUID = 0L;
       size += dataSize;
       size += 1 * getStopList().size();
     }
-    if (((bitField0_ & 0x00000002) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(9, getResponseFormat());
-    }
-    for (int i = 0; i < tools_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, tools_.get(i));
-    }
-    if (((bitField0_ & 0x00000004) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(11, getLogprobs());
-    }
-    if (((bitField0_ & 0x00000008) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(12, getCache());
-    }
-    if (priority_ != 0) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(13, priority_);
-    }
-    if (((bitField0_ & 0x00000010) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(14, getToolChoice());
-    }
-    if (completions_ != 0) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(15, completions_);
-    }
-    if (((bitField0_ & 0x00000020) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(16, getSpeculation());
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, adapter_);
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(18, sessionId_);
-    }
     {
       int dataSize = 0;
       for (int i = 0; i < stopTokenIds_.size(); i++) {
@@ -1179,19 +793,46 @@ private static final long serialVersionUID = 0L;
       }
       size += dataSize;
       if (!getStopTokenIdsList().isEmpty()) {
-        size += 2;
+        size += 1;
         size += com.google.protobuf.CodedOutputStream
             .computeInt32SizeNoTag(dataSize);
       }
       stopTokenIdsMemoizedSerializedSize = dataSize;
     }
+    if (((bitField0_ & 0x00000004) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(8, getResponseFormat());
+    }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(9, getToolChoice());
+    }
+    if (((bitField0_ & 0x00000010) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(10, maxReasoningTokens_);
+    }
+    if (((bitField0_ & 0x00000020) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(11, getLogprobs());
+    }
+    if (completions_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(12, completions_);
+    }
     if (((bitField0_ & 0x00000040) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(20, maxReasoningTokens_);
+        .computeMessageSize(13, getSpeculation());
     }
-    if (promptCase_ == 21) {
+    if (((bitField0_ & 0x00000080) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(21, (dev.icehouse.v1.InfillPrompt) prompt_);
+        .computeMessageSize(14, getCache());
+    }
+    if (priority_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(15, priority_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(16, sessionId_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -1212,6 +853,11 @@ private static final long serialVersionUID = 0L;
         .equals(other.getRequestId())) return false;
     if (!getModel()
         .equals(other.getModel())) return false;
+    if (hasPrompt() != other.hasPrompt()) return false;
+    if (hasPrompt()) {
+      if (!getPrompt()
+          .equals(other.getPrompt())) return false;
+    }
     if (getMaxOutputTokens()
         != other.getMaxOutputTokens()) return false;
     if (hasSampling() != other.hasSampling()) return false;
@@ -1221,29 +867,27 @@ private static final long serialVersionUID = 0L;
     }
     if (!getStopList()
         .equals(other.getStopList())) return false;
+    if (!getStopTokenIdsList()
+        .equals(other.getStopTokenIdsList())) return false;
     if (hasResponseFormat() != other.hasResponseFormat()) return false;
     if (hasResponseFormat()) {
       if (!getResponseFormat()
           .equals(other.getResponseFormat())) return false;
     }
-    if (!getToolsList()
-        .equals(other.getToolsList())) return false;
-    if (hasLogprobs() != other.hasLogprobs()) return false;
-    if (hasLogprobs()) {
-      if (!getLogprobs()
-          .equals(other.getLogprobs())) return false;
-    }
-    if (hasCache() != other.hasCache()) return false;
-    if (hasCache()) {
-      if (!getCache()
-          .equals(other.getCache())) return false;
-    }
-    if (getPriority()
-        != other.getPriority()) return false;
     if (hasToolChoice() != other.hasToolChoice()) return false;
     if (hasToolChoice()) {
       if (!getToolChoice()
           .equals(other.getToolChoice())) return false;
+    }
+    if (hasMaxReasoningTokens() != other.hasMaxReasoningTokens()) return false;
+    if (hasMaxReasoningTokens()) {
+      if (getMaxReasoningTokens()
+          != other.getMaxReasoningTokens()) return false;
+    }
+    if (hasLogprobs() != other.hasLogprobs()) return false;
+    if (hasLogprobs()) {
+      if (!getLogprobs()
+          .equals(other.getLogprobs())) return false;
     }
     if (getCompletions()
         != other.getCompletions()) return false;
@@ -1252,38 +896,15 @@ private static final long serialVersionUID = 0L;
       if (!getSpeculation()
           .equals(other.getSpeculation())) return false;
     }
-    if (!getAdapter()
-        .equals(other.getAdapter())) return false;
+    if (hasCache() != other.hasCache()) return false;
+    if (hasCache()) {
+      if (!getCache()
+          .equals(other.getCache())) return false;
+    }
+    if (getPriority()
+        != other.getPriority()) return false;
     if (!getSessionId()
         .equals(other.getSessionId())) return false;
-    if (!getStopTokenIdsList()
-        .equals(other.getStopTokenIdsList())) return false;
-    if (hasMaxReasoningTokens() != other.hasMaxReasoningTokens()) return false;
-    if (hasMaxReasoningTokens()) {
-      if (getMaxReasoningTokens()
-          != other.getMaxReasoningTokens()) return false;
-    }
-    if (!getPromptCase().equals(other.getPromptCase())) return false;
-    switch (promptCase_) {
-      case 3:
-        if (!getText()
-            .equals(other.getText())) return false;
-        break;
-      case 4:
-        if (!getChat()
-            .equals(other.getChat())) return false;
-        break;
-      case 5:
-        if (!getTokens()
-            .equals(other.getTokens())) return false;
-        break;
-      case 21:
-        if (!getInfill()
-            .equals(other.getInfill())) return false;
-        break;
-      case 0:
-      default:
-    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -1299,6 +920,10 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getRequestId().hashCode();
     hash = (37 * hash) + MODEL_FIELD_NUMBER;
     hash = (53 * hash) + getModel().hashCode();
+    if (hasPrompt()) {
+      hash = (37 * hash) + PROMPT_FIELD_NUMBER;
+      hash = (53 * hash) + getPrompt().hashCode();
+    }
     hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
     hash = (53 * hash) + getMaxOutputTokens();
     if (hasSampling()) {
@@ -1309,27 +934,25 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + STOP_FIELD_NUMBER;
       hash = (53 * hash) + getStopList().hashCode();
     }
+    if (getStopTokenIdsCount() > 0) {
+      hash = (37 * hash) + STOP_TOKEN_IDS_FIELD_NUMBER;
+      hash = (53 * hash) + getStopTokenIdsList().hashCode();
+    }
     if (hasResponseFormat()) {
       hash = (37 * hash) + RESPONSE_FORMAT_FIELD_NUMBER;
       hash = (53 * hash) + getResponseFormat().hashCode();
     }
-    if (getToolsCount() > 0) {
-      hash = (37 * hash) + TOOLS_FIELD_NUMBER;
-      hash = (53 * hash) + getToolsList().hashCode();
+    if (hasToolChoice()) {
+      hash = (37 * hash) + TOOL_CHOICE_FIELD_NUMBER;
+      hash = (53 * hash) + getToolChoice().hashCode();
+    }
+    if (hasMaxReasoningTokens()) {
+      hash = (37 * hash) + MAX_REASONING_TOKENS_FIELD_NUMBER;
+      hash = (53 * hash) + getMaxReasoningTokens();
     }
     if (hasLogprobs()) {
       hash = (37 * hash) + LOGPROBS_FIELD_NUMBER;
       hash = (53 * hash) + getLogprobs().hashCode();
-    }
-    if (hasCache()) {
-      hash = (37 * hash) + CACHE_FIELD_NUMBER;
-      hash = (53 * hash) + getCache().hashCode();
-    }
-    hash = (37 * hash) + PRIORITY_FIELD_NUMBER;
-    hash = (53 * hash) + getPriority();
-    if (hasToolChoice()) {
-      hash = (37 * hash) + TOOL_CHOICE_FIELD_NUMBER;
-      hash = (53 * hash) + getToolChoice().hashCode();
     }
     hash = (37 * hash) + COMPLETIONS_FIELD_NUMBER;
     hash = (53 * hash) + getCompletions();
@@ -1337,38 +960,14 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + SPECULATION_FIELD_NUMBER;
       hash = (53 * hash) + getSpeculation().hashCode();
     }
-    hash = (37 * hash) + ADAPTER_FIELD_NUMBER;
-    hash = (53 * hash) + getAdapter().hashCode();
+    if (hasCache()) {
+      hash = (37 * hash) + CACHE_FIELD_NUMBER;
+      hash = (53 * hash) + getCache().hashCode();
+    }
+    hash = (37 * hash) + PRIORITY_FIELD_NUMBER;
+    hash = (53 * hash) + getPriority();
     hash = (37 * hash) + SESSION_ID_FIELD_NUMBER;
     hash = (53 * hash) + getSessionId().hashCode();
-    if (getStopTokenIdsCount() > 0) {
-      hash = (37 * hash) + STOP_TOKEN_IDS_FIELD_NUMBER;
-      hash = (53 * hash) + getStopTokenIdsList().hashCode();
-    }
-    if (hasMaxReasoningTokens()) {
-      hash = (37 * hash) + MAX_REASONING_TOKENS_FIELD_NUMBER;
-      hash = (53 * hash) + getMaxReasoningTokens();
-    }
-    switch (promptCase_) {
-      case 3:
-        hash = (37 * hash) + TEXT_FIELD_NUMBER;
-        hash = (53 * hash) + getText().hashCode();
-        break;
-      case 4:
-        hash = (37 * hash) + CHAT_FIELD_NUMBER;
-        hash = (53 * hash) + getChat().hashCode();
-        break;
-      case 5:
-        hash = (37 * hash) + TOKENS_FIELD_NUMBER;
-        hash = (53 * hash) + getTokens().hashCode();
-        break;
-      case 21:
-        hash = (37 * hash) + INFILL_FIELD_NUMBER;
-        hash = (53 * hash) + getInfill().hashCode();
-        break;
-      case 0:
-      default:
-    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -1503,13 +1102,13 @@ private static final long serialVersionUID = 0L;
     private void maybeForceBuilderInitialization() {
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
+        getPromptFieldBuilder();
         getSamplingFieldBuilder();
         getResponseFormatFieldBuilder();
-        getToolsFieldBuilder();
-        getLogprobsFieldBuilder();
-        getCacheFieldBuilder();
         getToolChoiceFieldBuilder();
+        getLogprobsFieldBuilder();
         getSpeculationFieldBuilder();
+        getCacheFieldBuilder();
       }
     }
     @java.lang.Override
@@ -1518,14 +1117,10 @@ private static final long serialVersionUID = 0L;
       bitField0_ = 0;
       requestId_ = "";
       model_ = "";
-      if (chatBuilder_ != null) {
-        chatBuilder_.clear();
-      }
-      if (tokensBuilder_ != null) {
-        tokensBuilder_.clear();
-      }
-      if (infillBuilder_ != null) {
-        infillBuilder_.clear();
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
       }
       maxOutputTokens_ = 0;
       sampling_ = null;
@@ -1535,33 +1130,22 @@ private static final long serialVersionUID = 0L;
       }
       stop_ =
           com.google.protobuf.LazyStringArrayList.emptyList();
+      stopTokenIds_ = emptyIntList();
       responseFormat_ = null;
       if (responseFormatBuilder_ != null) {
         responseFormatBuilder_.dispose();
         responseFormatBuilder_ = null;
       }
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-      } else {
-        tools_ = null;
-        toolsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000400);
-      logprobs_ = null;
-      if (logprobsBuilder_ != null) {
-        logprobsBuilder_.dispose();
-        logprobsBuilder_ = null;
-      }
-      cache_ = null;
-      if (cacheBuilder_ != null) {
-        cacheBuilder_.dispose();
-        cacheBuilder_ = null;
-      }
-      priority_ = 0;
       toolChoice_ = null;
       if (toolChoiceBuilder_ != null) {
         toolChoiceBuilder_.dispose();
         toolChoiceBuilder_ = null;
+      }
+      maxReasoningTokens_ = 0;
+      logprobs_ = null;
+      if (logprobsBuilder_ != null) {
+        logprobsBuilder_.dispose();
+        logprobsBuilder_ = null;
       }
       completions_ = 0;
       speculation_ = null;
@@ -1569,12 +1153,13 @@ private static final long serialVersionUID = 0L;
         speculationBuilder_.dispose();
         speculationBuilder_ = null;
       }
-      adapter_ = "";
+      cache_ = null;
+      if (cacheBuilder_ != null) {
+        cacheBuilder_.dispose();
+        cacheBuilder_ = null;
+      }
+      priority_ = 0;
       sessionId_ = "";
-      stopTokenIds_ = emptyIntList();
-      maxReasoningTokens_ = 0;
-      promptCase_ = 0;
-      prompt_ = null;
       return this;
     }
 
@@ -1601,23 +1186,9 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public dev.icehouse.v1.GenerateRequest buildPartial() {
       dev.icehouse.v1.GenerateRequest result = new dev.icehouse.v1.GenerateRequest(this);
-      buildPartialRepeatedFields(result);
       if (bitField0_ != 0) { buildPartial0(result); }
-      buildPartialOneofs(result);
       onBuilt();
       return result;
-    }
-
-    private void buildPartialRepeatedFields(dev.icehouse.v1.GenerateRequest result) {
-      if (toolsBuilder_ == null) {
-        if (((bitField0_ & 0x00000400) != 0)) {
-          tools_ = java.util.Collections.unmodifiableList(tools_);
-          bitField0_ = (bitField0_ & ~0x00000400);
-        }
-        result.tools_ = tools_;
-      } else {
-        result.tools_ = toolsBuilder_.build();
-      }
     }
 
     private void buildPartial0(dev.icehouse.v1.GenerateRequest result) {
@@ -1628,88 +1199,74 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000002) != 0)) {
         result.model_ = model_;
       }
-      if (((from_bitField0_ & 0x00000040) != 0)) {
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00000004) != 0)) {
+        result.prompt_ = promptBuilder_ == null
+            ? prompt_
+            : promptBuilder_.build();
+        to_bitField0_ |= 0x00000001;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
         result.maxOutputTokens_ = maxOutputTokens_;
       }
-      int to_bitField0_ = 0;
-      if (((from_bitField0_ & 0x00000080) != 0)) {
+      if (((from_bitField0_ & 0x00000010) != 0)) {
         result.sampling_ = samplingBuilder_ == null
             ? sampling_
             : samplingBuilder_.build();
-        to_bitField0_ |= 0x00000001;
+        to_bitField0_ |= 0x00000002;
       }
-      if (((from_bitField0_ & 0x00000100) != 0)) {
+      if (((from_bitField0_ & 0x00000020) != 0)) {
         stop_.makeImmutable();
         result.stop_ = stop_;
       }
-      if (((from_bitField0_ & 0x00000200) != 0)) {
-        result.responseFormat_ = responseFormatBuilder_ == null
-            ? responseFormat_
-            : responseFormatBuilder_.build();
-        to_bitField0_ |= 0x00000002;
-      }
-      if (((from_bitField0_ & 0x00000800) != 0)) {
-        result.logprobs_ = logprobsBuilder_ == null
-            ? logprobs_
-            : logprobsBuilder_.build();
-        to_bitField0_ |= 0x00000004;
-      }
-      if (((from_bitField0_ & 0x00001000) != 0)) {
-        result.cache_ = cacheBuilder_ == null
-            ? cache_
-            : cacheBuilder_.build();
-        to_bitField0_ |= 0x00000008;
-      }
-      if (((from_bitField0_ & 0x00002000) != 0)) {
-        result.priority_ = priority_;
-      }
-      if (((from_bitField0_ & 0x00004000) != 0)) {
-        result.toolChoice_ = toolChoiceBuilder_ == null
-            ? toolChoice_
-            : toolChoiceBuilder_.build();
-        to_bitField0_ |= 0x00000010;
-      }
-      if (((from_bitField0_ & 0x00008000) != 0)) {
-        result.completions_ = completions_;
-      }
-      if (((from_bitField0_ & 0x00010000) != 0)) {
-        result.speculation_ = speculationBuilder_ == null
-            ? speculation_
-            : speculationBuilder_.build();
-        to_bitField0_ |= 0x00000020;
-      }
-      if (((from_bitField0_ & 0x00020000) != 0)) {
-        result.adapter_ = adapter_;
-      }
-      if (((from_bitField0_ & 0x00040000) != 0)) {
-        result.sessionId_ = sessionId_;
-      }
-      if (((from_bitField0_ & 0x00080000) != 0)) {
+      if (((from_bitField0_ & 0x00000040) != 0)) {
         stopTokenIds_.makeImmutable();
         result.stopTokenIds_ = stopTokenIds_;
       }
-      if (((from_bitField0_ & 0x00100000) != 0)) {
+      if (((from_bitField0_ & 0x00000080) != 0)) {
+        result.responseFormat_ = responseFormatBuilder_ == null
+            ? responseFormat_
+            : responseFormatBuilder_.build();
+        to_bitField0_ |= 0x00000004;
+      }
+      if (((from_bitField0_ & 0x00000100) != 0)) {
+        result.toolChoice_ = toolChoiceBuilder_ == null
+            ? toolChoice_
+            : toolChoiceBuilder_.build();
+        to_bitField0_ |= 0x00000008;
+      }
+      if (((from_bitField0_ & 0x00000200) != 0)) {
         result.maxReasoningTokens_ = maxReasoningTokens_;
+        to_bitField0_ |= 0x00000010;
+      }
+      if (((from_bitField0_ & 0x00000400) != 0)) {
+        result.logprobs_ = logprobsBuilder_ == null
+            ? logprobs_
+            : logprobsBuilder_.build();
+        to_bitField0_ |= 0x00000020;
+      }
+      if (((from_bitField0_ & 0x00000800) != 0)) {
+        result.completions_ = completions_;
+      }
+      if (((from_bitField0_ & 0x00001000) != 0)) {
+        result.speculation_ = speculationBuilder_ == null
+            ? speculation_
+            : speculationBuilder_.build();
         to_bitField0_ |= 0x00000040;
       }
+      if (((from_bitField0_ & 0x00002000) != 0)) {
+        result.cache_ = cacheBuilder_ == null
+            ? cache_
+            : cacheBuilder_.build();
+        to_bitField0_ |= 0x00000080;
+      }
+      if (((from_bitField0_ & 0x00004000) != 0)) {
+        result.priority_ = priority_;
+      }
+      if (((from_bitField0_ & 0x00008000) != 0)) {
+        result.sessionId_ = sessionId_;
+      }
       result.bitField0_ |= to_bitField0_;
-    }
-
-    private void buildPartialOneofs(dev.icehouse.v1.GenerateRequest result) {
-      result.promptCase_ = promptCase_;
-      result.prompt_ = this.prompt_;
-      if (promptCase_ == 4 &&
-          chatBuilder_ != null) {
-        result.prompt_ = chatBuilder_.build();
-      }
-      if (promptCase_ == 5 &&
-          tokensBuilder_ != null) {
-        result.prompt_ = tokensBuilder_.build();
-      }
-      if (promptCase_ == 21 &&
-          infillBuilder_ != null) {
-        result.prompt_ = infillBuilder_.build();
-      }
     }
 
     @java.lang.Override
@@ -1766,6 +1323,9 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000002;
         onChanged();
       }
+      if (other.hasPrompt()) {
+        mergePrompt(other.getPrompt());
+      }
       if (other.getMaxOutputTokens() != 0) {
         setMaxOutputTokens(other.getMaxOutputTokens());
       }
@@ -1775,53 +1335,35 @@ private static final long serialVersionUID = 0L;
       if (!other.stop_.isEmpty()) {
         if (stop_.isEmpty()) {
           stop_ = other.stop_;
-          bitField0_ |= 0x00000100;
+          bitField0_ |= 0x00000020;
         } else {
           ensureStopIsMutable();
           stop_.addAll(other.stop_);
         }
         onChanged();
       }
+      if (!other.stopTokenIds_.isEmpty()) {
+        if (stopTokenIds_.isEmpty()) {
+          stopTokenIds_ = other.stopTokenIds_;
+          stopTokenIds_.makeImmutable();
+          bitField0_ |= 0x00000040;
+        } else {
+          ensureStopTokenIdsIsMutable();
+          stopTokenIds_.addAll(other.stopTokenIds_);
+        }
+        onChanged();
+      }
       if (other.hasResponseFormat()) {
         mergeResponseFormat(other.getResponseFormat());
       }
-      if (toolsBuilder_ == null) {
-        if (!other.tools_.isEmpty()) {
-          if (tools_.isEmpty()) {
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000400);
-          } else {
-            ensureToolsIsMutable();
-            tools_.addAll(other.tools_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.tools_.isEmpty()) {
-          if (toolsBuilder_.isEmpty()) {
-            toolsBuilder_.dispose();
-            toolsBuilder_ = null;
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000400);
-            toolsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getToolsFieldBuilder() : null;
-          } else {
-            toolsBuilder_.addAllMessages(other.tools_);
-          }
-        }
+      if (other.hasToolChoice()) {
+        mergeToolChoice(other.getToolChoice());
+      }
+      if (other.hasMaxReasoningTokens()) {
+        setMaxReasoningTokens(other.getMaxReasoningTokens());
       }
       if (other.hasLogprobs()) {
         mergeLogprobs(other.getLogprobs());
-      }
-      if (other.hasCache()) {
-        mergeCache(other.getCache());
-      }
-      if (other.getPriority() != 0) {
-        setPriority(other.getPriority());
-      }
-      if (other.hasToolChoice()) {
-        mergeToolChoice(other.getToolChoice());
       }
       if (other.getCompletions() != 0) {
         setCompletions(other.getCompletions());
@@ -1829,52 +1371,16 @@ private static final long serialVersionUID = 0L;
       if (other.hasSpeculation()) {
         mergeSpeculation(other.getSpeculation());
       }
-      if (!other.getAdapter().isEmpty()) {
-        adapter_ = other.adapter_;
-        bitField0_ |= 0x00020000;
-        onChanged();
+      if (other.hasCache()) {
+        mergeCache(other.getCache());
+      }
+      if (other.getPriority() != 0) {
+        setPriority(other.getPriority());
       }
       if (!other.getSessionId().isEmpty()) {
         sessionId_ = other.sessionId_;
-        bitField0_ |= 0x00040000;
+        bitField0_ |= 0x00008000;
         onChanged();
-      }
-      if (!other.stopTokenIds_.isEmpty()) {
-        if (stopTokenIds_.isEmpty()) {
-          stopTokenIds_ = other.stopTokenIds_;
-          stopTokenIds_.makeImmutable();
-          bitField0_ |= 0x00080000;
-        } else {
-          ensureStopTokenIdsIsMutable();
-          stopTokenIds_.addAll(other.stopTokenIds_);
-        }
-        onChanged();
-      }
-      if (other.hasMaxReasoningTokens()) {
-        setMaxReasoningTokens(other.getMaxReasoningTokens());
-      }
-      switch (other.getPromptCase()) {
-        case TEXT: {
-          promptCase_ = 3;
-          prompt_ = other.prompt_;
-          onChanged();
-          break;
-        }
-        case CHAT: {
-          mergeChat(other.getChat());
-          break;
-        }
-        case TOKENS: {
-          mergeTokens(other.getTokens());
-          break;
-        }
-        case INFILL: {
-          mergeInfill(other.getInfill());
-          break;
-        }
-        case PROMPT_NOT_SET: {
-          break;
-        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1913,118 +1419,37 @@ private static final long serialVersionUID = 0L;
               break;
             } // case 18
             case 26: {
-              java.lang.String s = input.readStringRequireUtf8();
-              promptCase_ = 3;
-              prompt_ = s;
+              input.readMessage(
+                  getPromptFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000004;
               break;
             } // case 26
-            case 34: {
-              input.readMessage(
-                  getChatFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 4;
-              break;
-            } // case 34
-            case 42: {
-              input.readMessage(
-                  getTokensFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 5;
-              break;
-            } // case 42
-            case 48: {
+            case 32: {
               maxOutputTokens_ = input.readInt32();
-              bitField0_ |= 0x00000040;
+              bitField0_ |= 0x00000008;
               break;
-            } // case 48
-            case 58: {
+            } // case 32
+            case 42: {
               input.readMessage(
                   getSamplingFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000080;
+              bitField0_ |= 0x00000010;
               break;
-            } // case 58
-            case 66: {
+            } // case 42
+            case 50: {
               java.lang.String s = input.readStringRequireUtf8();
               ensureStopIsMutable();
               stop_.add(s);
               break;
-            } // case 66
-            case 74: {
-              input.readMessage(
-                  getResponseFormatFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00000200;
-              break;
-            } // case 74
-            case 82: {
-              dev.icehouse.v1.Tool m =
-                  input.readMessage(
-                      dev.icehouse.v1.Tool.parser(),
-                      extensionRegistry);
-              if (toolsBuilder_ == null) {
-                ensureToolsIsMutable();
-                tools_.add(m);
-              } else {
-                toolsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 82
-            case 90: {
-              input.readMessage(
-                  getLogprobsFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00000800;
-              break;
-            } // case 90
-            case 98: {
-              input.readMessage(
-                  getCacheFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00001000;
-              break;
-            } // case 98
-            case 104: {
-              priority_ = input.readInt32();
-              bitField0_ |= 0x00002000;
-              break;
-            } // case 104
-            case 114: {
-              input.readMessage(
-                  getToolChoiceFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00004000;
-              break;
-            } // case 114
-            case 120: {
-              completions_ = input.readInt32();
-              bitField0_ |= 0x00008000;
-              break;
-            } // case 120
-            case 130: {
-              input.readMessage(
-                  getSpeculationFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00010000;
-              break;
-            } // case 130
-            case 138: {
-              adapter_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00020000;
-              break;
-            } // case 138
-            case 146: {
-              sessionId_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00040000;
-              break;
-            } // case 146
-            case 152: {
+            } // case 50
+            case 56: {
               int v = input.readInt32();
               ensureStopTokenIdsIsMutable();
               stopTokenIds_.addInt(v);
               break;
-            } // case 152
-            case 154: {
+            } // case 56
+            case 58: {
               int length = input.readRawVarint32();
               int limit = input.pushLimit(length);
               ensureStopTokenIdsIsMutable();
@@ -2033,19 +1458,62 @@ private static final long serialVersionUID = 0L;
               }
               input.popLimit(limit);
               break;
-            } // case 154
-            case 160: {
-              maxReasoningTokens_ = input.readInt32();
-              bitField0_ |= 0x00100000;
-              break;
-            } // case 160
-            case 170: {
+            } // case 58
+            case 66: {
               input.readMessage(
-                  getInfillFieldBuilder().getBuilder(),
+                  getResponseFormatFieldBuilder().getBuilder(),
                   extensionRegistry);
-              promptCase_ = 21;
+              bitField0_ |= 0x00000080;
               break;
-            } // case 170
+            } // case 66
+            case 74: {
+              input.readMessage(
+                  getToolChoiceFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 74
+            case 80: {
+              maxReasoningTokens_ = input.readInt32();
+              bitField0_ |= 0x00000200;
+              break;
+            } // case 80
+            case 90: {
+              input.readMessage(
+                  getLogprobsFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000400;
+              break;
+            } // case 90
+            case 96: {
+              completions_ = input.readInt32();
+              bitField0_ |= 0x00000800;
+              break;
+            } // case 96
+            case 106: {
+              input.readMessage(
+                  getSpeculationFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 106
+            case 114: {
+              input.readMessage(
+                  getCacheFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00002000;
+              break;
+            } // case 114
+            case 120: {
+              priority_ = input.readInt32();
+              bitField0_ |= 0x00004000;
+              break;
+            } // case 120
+            case 130: {
+              sessionId_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00008000;
+              break;
+            } // case 130
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2061,33 +1529,18 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
-    private int promptCase_ = 0;
-    private java.lang.Object prompt_;
-    public PromptCase
-        getPromptCase() {
-      return PromptCase.forNumber(
-          promptCase_);
-    }
-
-    public Builder clearPrompt() {
-      promptCase_ = 0;
-      prompt_ = null;
-      onChanged();
-      return this;
-    }
-
     private int bitField0_;
 
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
      * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-     * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-     * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-     * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-     * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-     * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+     * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+     * is sent again does not run twice at once, and it is not joined to the first one either.
+     * Once the first one has ended, the id is free and the same request runs anew: with
+     * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+     * connection the id is free one step after the server has noticed. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2108,12 +1561,12 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-     * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-     * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-     * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-     * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-     * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+     * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+     * is sent again does not run twice at once, and it is not joined to the first one either.
+     * Once the first one has ended, the id is free and the same request runs anew: with
+     * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+     * connection the id is free one step after the server has noticed. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2135,12 +1588,12 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-     * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-     * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-     * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-     * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-     * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+     * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+     * is sent again does not run twice at once, and it is not joined to the first one either.
+     * Once the first one has ended, the id is free and the same request runs anew: with
+     * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+     * connection the id is free one step after the server has noticed. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2158,12 +1611,12 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-     * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-     * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-     * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-     * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-     * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+     * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+     * is sent again does not run twice at once, and it is not joined to the first one either.
+     * Once the first one has ended, the id is free and the same request runs anew: with
+     * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+     * connection the id is free one step after the server has noticed. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2178,12 +1631,12 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-     * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-     * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-     * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-     * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-     * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+     * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+     * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+     * is sent again does not run twice at once, and it is not joined to the first one either.
+     * Once the first one has ended, the id is free and the same request runs anew: with
+     * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+     * connection the id is free one step after the server has noticed. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2203,7 +1656,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -2223,7 +1676,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -2244,7 +1697,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -2261,7 +1714,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -2275,7 +1728,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -2292,675 +1745,172 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return Whether the text field is set.
-     */
-    @java.lang.Override
-    public boolean hasText() {
-      return promptCase_ == 3;
-    }
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return The text.
-     */
-    @java.lang.Override
-    public java.lang.String getText() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 3) {
-        ref = prompt_;
-      }
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        if (promptCase_ == 3) {
-          prompt_ = s;
-        }
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return The bytes for text.
-     */
-    @java.lang.Override
-    public com.google.protobuf.ByteString
-        getTextBytes() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 3) {
-        ref = prompt_;
-      }
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        if (promptCase_ == 3) {
-          prompt_ = b;
-        }
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @param value The text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setText(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      promptCase_ = 3;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearText() {
-      if (promptCase_ == 3) {
-        promptCase_ = 0;
-        prompt_ = null;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text. The tokenizer adds the model's start token if the model wants one.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @param value The bytes for text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setTextBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      promptCase_ = 3;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-
+    private dev.icehouse.v1.Prompt prompt_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> chatBuilder_;
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> promptBuilder_;
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     * @return Whether the chat field is set.
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     * @return Whether the prompt field is set.
      */
-    @java.lang.Override
-    public boolean hasChat() {
-      return promptCase_ == 4;
+    public boolean hasPrompt() {
+      return ((bitField0_ & 0x00000004) != 0);
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     * @return The chat.
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     * @return The prompt.
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPrompt getChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+    public dev.icehouse.v1.Prompt getPrompt() {
+      if (promptBuilder_ == null) {
+        return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       } else {
-        if (promptCase_ == 4) {
-          return chatBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return promptBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder setChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
         prompt_ = value;
-        onChanged();
       } else {
-        chatBuilder_.setMessage(value);
+        promptBuilder_.setMessage(value);
       }
-      promptCase_ = 4;
+      bitField0_ |= 0x00000004;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder setChat(
-        dev.icehouse.v1.ChatPrompt.Builder builderForValue) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(
+        dev.icehouse.v1.Prompt.Builder builderForValue) {
+      if (promptBuilder_ == null) {
         prompt_ = builderForValue.build();
-        onChanged();
       } else {
-        chatBuilder_.setMessage(builderForValue.build());
+        promptBuilder_.setMessage(builderForValue.build());
       }
-      promptCase_ = 4;
+      bitField0_ |= 0x00000004;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder mergeChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4 &&
-            prompt_ != dev.icehouse.v1.ChatPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.newBuilder((dev.icehouse.v1.ChatPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
+    public Builder mergePrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
+        if (((bitField0_ & 0x00000004) != 0) &&
+          prompt_ != null &&
+          prompt_ != dev.icehouse.v1.Prompt.getDefaultInstance()) {
+          getPromptBuilder().mergeFrom(value);
         } else {
           prompt_ = value;
         }
+      } else {
+        promptBuilder_.mergeFrom(value);
+      }
+      if (prompt_ != null) {
+        bitField0_ |= 0x00000004;
         onChanged();
-      } else {
-        if (promptCase_ == 4) {
-          chatBuilder_.mergeFrom(value);
-        } else {
-          chatBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * A conversation.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     */
-    public Builder clearChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        chatBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public dev.icehouse.v1.ChatPrompt.Builder getChatBuilder() {
-      return getChatFieldBuilder().getBuilder();
+    public Builder clearPrompt() {
+      bitField0_ = (bitField0_ & ~0x00000004);
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
+      }
+      onChanged();
+      return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-      if ((promptCase_ == 4) && (chatBuilder_ != null)) {
-        return chatBuilder_.getMessageOrBuilder();
+    public dev.icehouse.v1.Prompt.Builder getPromptBuilder() {
+      bitField0_ |= 0x00000004;
+      onChanged();
+      return getPromptFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What to continue; required (PROMPT_MISSING).
+     * </pre>
+     *
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     */
+    public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+      if (promptBuilder_ != null) {
+        return promptBuilder_.getMessageOrBuilder();
       } else {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return prompt_ == null ?
+            dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * What to continue; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> 
-        getChatFieldBuilder() {
-      if (chatBuilder_ == null) {
-        if (!(promptCase_ == 4)) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-        }
-        chatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder>(
-                (dev.icehouse.v1.ChatPrompt) prompt_,
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> 
+        getPromptFieldBuilder() {
+      if (promptBuilder_ == null) {
+        promptBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder>(
+                getPrompt(),
                 getParentForChildren(),
                 isClean());
         prompt_ = null;
       }
-      promptCase_ = 4;
-      onChanged();
-      return chatBuilder_;
-    }
-
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> tokensBuilder_;
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     * @return Whether the tokens field is set.
-     */
-    @java.lang.Override
-    public boolean hasTokens() {
-      return promptCase_ == 5;
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     * @return The tokens.
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPrompt getTokens() {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5) {
-          return (dev.icehouse.v1.TokenPrompt) prompt_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      } else {
-        if (promptCase_ == 5) {
-          return tokensBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder setTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        prompt_ = value;
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(value);
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder setTokens(
-        dev.icehouse.v1.TokenPrompt.Builder builderForValue) {
-      if (tokensBuilder_ == null) {
-        prompt_ = builderForValue.build();
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(builderForValue.build());
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder mergeTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5 &&
-            prompt_ != dev.icehouse.v1.TokenPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.TokenPrompt.newBuilder((dev.icehouse.v1.TokenPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
-        } else {
-          prompt_ = value;
-        }
-        onChanged();
-      } else {
-        if (promptCase_ == 5) {
-          tokensBuilder_.mergeFrom(value);
-        } else {
-          tokensBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder clearTokens() {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 5) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        tokensBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public dev.icehouse.v1.TokenPrompt.Builder getTokensBuilder() {
-      return getTokensFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-      if ((promptCase_ == 5) && (tokensBuilder_ != null)) {
-        return tokensBuilder_.getMessageOrBuilder();
-      } else {
-        if (promptCase_ == 5) {
-          return (dev.icehouse.v1.TokenPrompt) prompt_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Token ids, used as they are.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> 
-        getTokensFieldBuilder() {
-      if (tokensBuilder_ == null) {
-        if (!(promptCase_ == 5)) {
-          prompt_ = dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-        }
-        tokensBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder>(
-                (dev.icehouse.v1.TokenPrompt) prompt_,
-                getParentForChildren(),
-                isClean());
-        prompt_ = null;
-      }
-      promptCase_ = 5;
-      onChanged();
-      return tokensBuilder_;
-    }
-
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> infillBuilder_;
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     * @return Whether the infill field is set.
-     */
-    @java.lang.Override
-    public boolean hasInfill() {
-      return promptCase_ == 21;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     * @return The infill.
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.InfillPrompt getInfill() {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 21) {
-          return (dev.icehouse.v1.InfillPrompt) prompt_;
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      } else {
-        if (promptCase_ == 21) {
-          return infillBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    public Builder setInfill(dev.icehouse.v1.InfillPrompt value) {
-      if (infillBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        prompt_ = value;
-        onChanged();
-      } else {
-        infillBuilder_.setMessage(value);
-      }
-      promptCase_ = 21;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    public Builder setInfill(
-        dev.icehouse.v1.InfillPrompt.Builder builderForValue) {
-      if (infillBuilder_ == null) {
-        prompt_ = builderForValue.build();
-        onChanged();
-      } else {
-        infillBuilder_.setMessage(builderForValue.build());
-      }
-      promptCase_ = 21;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    public Builder mergeInfill(dev.icehouse.v1.InfillPrompt value) {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 21 &&
-            prompt_ != dev.icehouse.v1.InfillPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.InfillPrompt.newBuilder((dev.icehouse.v1.InfillPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
-        } else {
-          prompt_ = value;
-        }
-        onChanged();
-      } else {
-        if (promptCase_ == 21) {
-          infillBuilder_.mergeFrom(value);
-        } else {
-          infillBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 21;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    public Builder clearInfill() {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 21) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 21) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        infillBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    public dev.icehouse.v1.InfillPrompt.Builder getInfillBuilder() {
-      return getInfillFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
-      if ((promptCase_ == 21) && (infillBuilder_ != null)) {
-        return infillBuilder_.getMessageOrBuilder();
-      } else {
-        if (promptCase_ == 21) {
-          return (dev.icehouse.v1.InfillPrompt) prompt_;
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-     * Tokenize makes of it.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> 
-        getInfillFieldBuilder() {
-      if (infillBuilder_ == null) {
-        if (!(promptCase_ == 21)) {
-          prompt_ = dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-        }
-        infillBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder>(
-                (dev.icehouse.v1.InfillPrompt) prompt_,
-                getParentForChildren(),
-                isClean());
-        prompt_ = null;
-      }
-      promptCase_ = 21;
-      onChanged();
-      return infillBuilder_;
+      return promptBuilder_;
     }
 
     private int maxOutputTokens_ ;
     /**
      * <pre>
-     * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-     * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-     * tells. Absent or 0: the server's default (256 by default).
+     * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+     * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+     * `max_output_tokens` has the result. Default: the server's default (256 by default).
      * </pre>
      *
-     * <code>int32 max_output_tokens = 6;</code>
+     * <code>int32 max_output_tokens = 4;</code>
      * @return The maxOutputTokens.
      */
     @java.lang.Override
@@ -2969,34 +1919,34 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-     * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-     * tells. Absent or 0: the server's default (256 by default).
+     * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+     * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+     * `max_output_tokens` has the result. Default: the server's default (256 by default).
      * </pre>
      *
-     * <code>int32 max_output_tokens = 6;</code>
+     * <code>int32 max_output_tokens = 4;</code>
      * @param value The maxOutputTokens to set.
      * @return This builder for chaining.
      */
     public Builder setMaxOutputTokens(int value) {
 
       maxOutputTokens_ = value;
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000008;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-     * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-     * tells. Absent or 0: the server's default (256 by default).
+     * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+     * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+     * `max_output_tokens` has the result. Default: the server's default (256 by default).
      * </pre>
      *
-     * <code>int32 max_output_tokens = 6;</code>
+     * <code>int32 max_output_tokens = 4;</code>
      * @return This builder for chaining.
      */
     public Builder clearMaxOutputTokens() {
-      bitField0_ = (bitField0_ & ~0x00000040);
+      bitField0_ = (bitField0_ & ~0x00000008);
       maxOutputTokens_ = 0;
       onChanged();
       return this;
@@ -3007,21 +1957,21 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.SamplingParams, dev.icehouse.v1.SamplingParams.Builder, dev.icehouse.v1.SamplingParamsOrBuilder> samplingBuilder_;
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      * @return Whether the sampling field is set.
      */
     public boolean hasSampling() {
-      return ((bitField0_ & 0x00000080) != 0);
+      return ((bitField0_ & 0x00000010) != 0);
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      * @return The sampling.
      */
     public dev.icehouse.v1.SamplingParams getSampling() {
@@ -3033,10 +1983,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public Builder setSampling(dev.icehouse.v1.SamplingParams value) {
       if (samplingBuilder_ == null) {
@@ -3047,16 +1997,16 @@ private static final long serialVersionUID = 0L;
       } else {
         samplingBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000010;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public Builder setSampling(
         dev.icehouse.v1.SamplingParams.Builder builderForValue) {
@@ -3065,20 +2015,20 @@ private static final long serialVersionUID = 0L;
       } else {
         samplingBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000010;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public Builder mergeSampling(dev.icehouse.v1.SamplingParams value) {
       if (samplingBuilder_ == null) {
-        if (((bitField0_ & 0x00000080) != 0) &&
+        if (((bitField0_ & 0x00000010) != 0) &&
           sampling_ != null &&
           sampling_ != dev.icehouse.v1.SamplingParams.getDefaultInstance()) {
           getSamplingBuilder().mergeFrom(value);
@@ -3089,20 +2039,20 @@ private static final long serialVersionUID = 0L;
         samplingBuilder_.mergeFrom(value);
       }
       if (sampling_ != null) {
-        bitField0_ |= 0x00000080;
+        bitField0_ |= 0x00000010;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public Builder clearSampling() {
-      bitField0_ = (bitField0_ & ~0x00000080);
+      bitField0_ = (bitField0_ & ~0x00000010);
       sampling_ = null;
       if (samplingBuilder_ != null) {
         samplingBuilder_.dispose();
@@ -3113,22 +2063,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public dev.icehouse.v1.SamplingParams.Builder getSamplingBuilder() {
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000010;
       onChanged();
       return getSamplingFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     public dev.icehouse.v1.SamplingParamsOrBuilder getSamplingOrBuilder() {
       if (samplingBuilder_ != null) {
@@ -3140,10 +2090,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How tokens are drawn. Absent: greedy.
+     * How tokens are drawn. Default: greedy.
      * </pre>
      *
-     * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+     * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.SamplingParams, dev.icehouse.v1.SamplingParams.Builder, dev.icehouse.v1.SamplingParamsOrBuilder> 
@@ -3165,16 +2115,16 @@ private static final long serialVersionUID = 0L;
       if (!stop_.isModifiable()) {
         stop_ = new com.google.protobuf.LazyStringArrayList(stop_);
       }
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000020;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @return A list containing the stop.
      */
     public com.google.protobuf.ProtocolStringList
@@ -3184,12 +2134,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @return The count of stop.
      */
     public int getStopCount() {
@@ -3197,12 +2147,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param index The index of the element to return.
      * @return The stop at the given index.
      */
@@ -3211,12 +2161,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param index The index of the value to return.
      * @return The bytes of the stop at the given index.
      */
@@ -3226,12 +2176,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param index The index to set the value at.
      * @param value The stop to set.
      * @return This builder for chaining.
@@ -3241,18 +2191,18 @@ private static final long serialVersionUID = 0L;
       if (value == null) { throw new NullPointerException(); }
       ensureStopIsMutable();
       stop_.set(index, value);
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000020;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param value The stop to add.
      * @return This builder for chaining.
      */
@@ -3261,18 +2211,18 @@ private static final long serialVersionUID = 0L;
       if (value == null) { throw new NullPointerException(); }
       ensureStopIsMutable();
       stop_.add(value);
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000020;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param values The stop to add.
      * @return This builder for chaining.
      */
@@ -3281,35 +2231,35 @@ private static final long serialVersionUID = 0L;
       ensureStopIsMutable();
       com.google.protobuf.AbstractMessageLite.Builder.addAll(
           values, stop_);
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000020;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @return This builder for chaining.
      */
     public Builder clearStop() {
       stop_ =
         com.google.protobuf.LazyStringArrayList.emptyList();
-      bitField0_ = (bitField0_ & ~0x00000100);;
+      bitField0_ = (bitField0_ & ~0x00000020);;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Strings that end the output when they appear; the one that did is not part of it. The one that
-     * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-     * bytes in UTF-8 by default. Absent: none.
+     * Strings that end the output when they appear; the matched string is not part of the output. The first one
+     * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+     * bytes in UTF-8 by default. Default: none.
      * </pre>
      *
-     * <code>repeated string stop = 8;</code>
+     * <code>repeated string stop = 6;</code>
      * @param value The bytes of the stop to add.
      * @return This builder for chaining.
      */
@@ -3319,7 +2269,140 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       ensureStopIsMutable();
       stop_.add(value);
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000020;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.Internal.IntList stopTokenIds_ = emptyIntList();
+    private void ensureStopTokenIdsIsMutable() {
+      if (!stopTokenIds_.isModifiable()) {
+        stopTokenIds_ = makeMutableCopy(stopTokenIds_);
+      }
+      bitField0_ |= 0x00000040;
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @return A list containing the stopTokenIds.
+     */
+    public java.util.List<java.lang.Integer>
+        getStopTokenIdsList() {
+      stopTokenIds_.makeImmutable();
+      return stopTokenIds_;
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @return The count of stopTokenIds.
+     */
+    public int getStopTokenIdsCount() {
+      return stopTokenIds_.size();
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @param index The index of the element to return.
+     * @return The stopTokenIds at the given index.
+     */
+    public int getStopTokenIds(int index) {
+      return stopTokenIds_.getInt(index);
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @param index The index to set the value at.
+     * @param value The stopTokenIds to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStopTokenIds(
+        int index, int value) {
+
+      ensureStopTokenIdsIsMutable();
+      stopTokenIds_.setInt(index, value);
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @param value The stopTokenIds to add.
+     * @return This builder for chaining.
+     */
+    public Builder addStopTokenIds(int value) {
+
+      ensureStopTokenIdsIsMutable();
+      stopTokenIds_.addInt(value);
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @param values The stopTokenIds to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllStopTokenIds(
+        java.lang.Iterable<? extends java.lang.Integer> values) {
+      ensureStopTokenIdsIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, stopTokenIds_);
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+     * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+     * Default: none.
+     * </pre>
+     *
+     * <code>repeated int32 stop_token_ids = 7;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearStopTokenIds() {
+      stopTokenIds_ = emptyIntList();
+      bitField0_ = (bitField0_ & ~0x00000040);
       onChanged();
       return this;
     }
@@ -3330,22 +2413,22 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      * @return Whether the responseFormat field is set.
      */
     public boolean hasResponseFormat() {
-      return ((bitField0_ & 0x00000200) != 0);
+      return ((bitField0_ & 0x00000080) != 0);
     }
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      * @return The responseFormat.
      */
     public dev.icehouse.v1.ResponseFormat getResponseFormat() {
@@ -3358,10 +2441,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public Builder setResponseFormat(dev.icehouse.v1.ResponseFormat value) {
       if (responseFormatBuilder_ == null) {
@@ -3372,17 +2455,17 @@ private static final long serialVersionUID = 0L;
       } else {
         responseFormatBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000200;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public Builder setResponseFormat(
         dev.icehouse.v1.ResponseFormat.Builder builderForValue) {
@@ -3391,21 +2474,21 @@ private static final long serialVersionUID = 0L;
       } else {
         responseFormatBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000200;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public Builder mergeResponseFormat(dev.icehouse.v1.ResponseFormat value) {
       if (responseFormatBuilder_ == null) {
-        if (((bitField0_ & 0x00000200) != 0) &&
+        if (((bitField0_ & 0x00000080) != 0) &&
           responseFormat_ != null &&
           responseFormat_ != dev.icehouse.v1.ResponseFormat.getDefaultInstance()) {
           getResponseFormatBuilder().mergeFrom(value);
@@ -3416,7 +2499,7 @@ private static final long serialVersionUID = 0L;
         responseFormatBuilder_.mergeFrom(value);
       }
       if (responseFormat_ != null) {
-        bitField0_ |= 0x00000200;
+        bitField0_ |= 0x00000080;
         onChanged();
       }
       return this;
@@ -3424,13 +2507,13 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public Builder clearResponseFormat() {
-      bitField0_ = (bitField0_ & ~0x00000200);
+      bitField0_ = (bitField0_ & ~0x00000080);
       responseFormat_ = null;
       if (responseFormatBuilder_ != null) {
         responseFormatBuilder_.dispose();
@@ -3442,23 +2525,23 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public dev.icehouse.v1.ResponseFormat.Builder getResponseFormatBuilder() {
-      bitField0_ |= 0x00000200;
+      bitField0_ |= 0x00000080;
       onChanged();
       return getResponseFormatFieldBuilder().getBuilder();
     }
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     public dev.icehouse.v1.ResponseFormatOrBuilder getResponseFormatOrBuilder() {
       if (responseFormatBuilder_ != null) {
@@ -3471,10 +2554,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
      * </pre>
      *
-     * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+     * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.ResponseFormat, dev.icehouse.v1.ResponseFormat.Builder, dev.icehouse.v1.ResponseFormatOrBuilder> 
@@ -3490,352 +2573,241 @@ private static final long serialVersionUID = 0L;
       return responseFormatBuilder_;
     }
 
-    private java.util.List<dev.icehouse.v1.Tool> tools_ =
-      java.util.Collections.emptyList();
-    private void ensureToolsIsMutable() {
-      if (!((bitField0_ & 0x00000400) != 0)) {
-        tools_ = new java.util.ArrayList<dev.icehouse.v1.Tool>(tools_);
-        bitField0_ |= 0x00000400;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> toolsBuilder_;
-
+    private dev.icehouse.v1.ToolChoice toolChoice_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder> toolChoiceBuilder_;
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+     * @return Whether the toolChoice field is set.
      */
-    public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-      if (toolsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(tools_);
+    public boolean hasToolChoice() {
+      return ((bitField0_ & 0x00000100) != 0);
+    }
+    /**
+     * <pre>
+     * Whether the model calls tools, and which. Default: the model decides.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+     * @return The toolChoice.
+     */
+    public dev.icehouse.v1.ToolChoice getToolChoice() {
+      if (toolChoiceBuilder_ == null) {
+        return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
       } else {
-        return toolsBuilder_.getMessageList();
+        return toolChoiceBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public int getToolsCount() {
-      if (toolsBuilder_ == null) {
-        return tools_.size();
-      } else {
-        return toolsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool getTools(int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);
-      } else {
-        return toolsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
+    public Builder setToolChoice(dev.icehouse.v1.ToolChoice value) {
+      if (toolChoiceBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        ensureToolsIsMutable();
-        tools_.set(index, value);
-        onChanged();
+        toolChoice_ = value;
       } else {
-        toolsBuilder_.setMessage(index, value);
+        toolChoiceBuilder_.setMessage(value);
       }
+      bitField0_ |= 0x00000100;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.set(index, builderForValue.build());
-        onChanged();
+    public Builder setToolChoice(
+        dev.icehouse.v1.ToolChoice.Builder builderForValue) {
+      if (toolChoiceBuilder_ == null) {
+        toolChoice_ = builderForValue.build();
       } else {
-        toolsBuilder_.setMessage(index, builderForValue.build());
+        toolChoiceBuilder_.setMessage(builderForValue.build());
       }
+      bitField0_ |= 0x00000100;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public Builder addTools(dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
+    public Builder mergeToolChoice(dev.icehouse.v1.ToolChoice value) {
+      if (toolChoiceBuilder_ == null) {
+        if (((bitField0_ & 0x00000100) != 0) &&
+          toolChoice_ != null &&
+          toolChoice_ != dev.icehouse.v1.ToolChoice.getDefaultInstance()) {
+          getToolChoiceBuilder().mergeFrom(value);
+        } else {
+          toolChoice_ = value;
         }
-        ensureToolsIsMutable();
-        tools_.add(value);
-        onChanged();
       } else {
-        toolsBuilder_.addMessage(value);
+        toolChoiceBuilder_.mergeFrom(value);
+      }
+      if (toolChoice_ != null) {
+        bitField0_ |= 0x00000100;
+        onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, value);
+    public Builder clearToolChoice() {
+      bitField0_ = (bitField0_ & ~0x00000100);
+      toolChoice_ = null;
+      if (toolChoiceBuilder_ != null) {
+        toolChoiceBuilder_.dispose();
+        toolChoiceBuilder_ = null;
       }
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public Builder addTools(
-        dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(builderForValue.build());
-        onChanged();
+    public dev.icehouse.v1.ToolChoice.Builder getToolChoiceBuilder() {
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return getToolChoiceFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Whether the model calls tools, and which. Default: the model decides.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+     */
+    public dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder() {
+      if (toolChoiceBuilder_ != null) {
+        return toolChoiceBuilder_.getMessageOrBuilder();
       } else {
-        toolsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addAllTools(
-        java.lang.Iterable<? extends dev.icehouse.v1.Tool> values) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, tools_);
-        onChanged();
-      } else {
-        toolsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder clearTools() {
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000400);
-        onChanged();
-      } else {
-        toolsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder removeTools(int index) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.remove(index);
-        onChanged();
-      } else {
-        toolsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder getToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-        int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);  } else {
-        return toolsBuilder_.getMessageOrBuilder(index);
+        return toolChoice_ == null ?
+            dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
       }
     }
     /**
      * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
+     * Whether the model calls tools, and which. Default: the model decides.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+     * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
      */
-    public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-         getToolsOrBuilderList() {
-      if (toolsBuilder_ != null) {
-        return toolsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(tools_);
-      }
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder() {
-      return getToolsFieldBuilder().addBuilder(
-          dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-     * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool.Builder> 
-         getToolsBuilderList() {
-      return getToolsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> 
-        getToolsFieldBuilder() {
-      if (toolsBuilder_ == null) {
-        toolsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder>(
-                tools_,
-                ((bitField0_ & 0x00000400) != 0),
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder> 
+        getToolChoiceFieldBuilder() {
+      if (toolChoiceBuilder_ == null) {
+        toolChoiceBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder>(
+                getToolChoice(),
                 getParentForChildren(),
                 isClean());
-        tools_ = null;
+        toolChoice_ = null;
       }
-      return toolsBuilder_;
+      return toolChoiceBuilder_;
+    }
+
+    private int maxReasoningTokens_ ;
+    /**
+     * <pre>
+     * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+     * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+     * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+     * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+     * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+     * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+     * the end of its reasoning. Default: unlimited.
+     * </pre>
+     *
+     * <code>optional int32 max_reasoning_tokens = 10;</code>
+     * @return Whether the maxReasoningTokens field is set.
+     */
+    @java.lang.Override
+    public boolean hasMaxReasoningTokens() {
+      return ((bitField0_ & 0x00000200) != 0);
+    }
+    /**
+     * <pre>
+     * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+     * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+     * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+     * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+     * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+     * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+     * the end of its reasoning. Default: unlimited.
+     * </pre>
+     *
+     * <code>optional int32 max_reasoning_tokens = 10;</code>
+     * @return The maxReasoningTokens.
+     */
+    @java.lang.Override
+    public int getMaxReasoningTokens() {
+      return maxReasoningTokens_;
+    }
+    /**
+     * <pre>
+     * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+     * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+     * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+     * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+     * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+     * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+     * the end of its reasoning. Default: unlimited.
+     * </pre>
+     *
+     * <code>optional int32 max_reasoning_tokens = 10;</code>
+     * @param value The maxReasoningTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setMaxReasoningTokens(int value) {
+
+      maxReasoningTokens_ = value;
+      bitField0_ |= 0x00000200;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+     * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+     * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+     * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+     * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+     * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+     * the end of its reasoning. Default: unlimited.
+     * </pre>
+     *
+     * <code>optional int32 max_reasoning_tokens = 10;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearMaxReasoningTokens() {
+      bitField0_ = (bitField0_ & ~0x00000200);
+      maxReasoningTokens_ = 0;
+      onChanged();
+      return this;
     }
 
     private dev.icehouse.v1.LogprobsOptions logprobs_;
@@ -3843,18 +2815,18 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.LogprobsOptions, dev.icehouse.v1.LogprobsOptions.Builder, dev.icehouse.v1.LogprobsOptionsOrBuilder> logprobsBuilder_;
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
      * @return Whether the logprobs field is set.
      */
     public boolean hasLogprobs() {
-      return ((bitField0_ & 0x00000800) != 0);
+      return ((bitField0_ & 0x00000400) != 0);
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -3869,7 +2841,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -3883,13 +2855,13 @@ private static final long serialVersionUID = 0L;
       } else {
         logprobsBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000800;
+      bitField0_ |= 0x00000400;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -3901,20 +2873,20 @@ private static final long serialVersionUID = 0L;
       } else {
         logprobsBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000800;
+      bitField0_ |= 0x00000400;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
      */
     public Builder mergeLogprobs(dev.icehouse.v1.LogprobsOptions value) {
       if (logprobsBuilder_ == null) {
-        if (((bitField0_ & 0x00000800) != 0) &&
+        if (((bitField0_ & 0x00000400) != 0) &&
           logprobs_ != null &&
           logprobs_ != dev.icehouse.v1.LogprobsOptions.getDefaultInstance()) {
           getLogprobsBuilder().mergeFrom(value);
@@ -3925,20 +2897,20 @@ private static final long serialVersionUID = 0L;
         logprobsBuilder_.mergeFrom(value);
       }
       if (logprobs_ != null) {
-        bitField0_ |= 0x00000800;
+        bitField0_ |= 0x00000400;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
      */
     public Builder clearLogprobs() {
-      bitField0_ = (bitField0_ & ~0x00000800);
+      bitField0_ = (bitField0_ & ~0x00000400);
       logprobs_ = null;
       if (logprobsBuilder_ != null) {
         logprobsBuilder_.dispose();
@@ -3949,19 +2921,19 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
      */
     public dev.icehouse.v1.LogprobsOptions.Builder getLogprobsBuilder() {
-      bitField0_ |= 0x00000800;
+      bitField0_ |= 0x00000400;
       onChanged();
       return getLogprobsFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -3976,7 +2948,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tell log probabilities of tokens. Absent: none.
+     * Return log probabilities of tokens. Default: none.
      * </pre>
      *
      * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -3995,26 +2967,242 @@ private static final long serialVersionUID = 0L;
       return logprobsBuilder_;
     }
 
+    private int completions_ ;
+    /**
+     * <pre>
+     * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+     * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+     * They are accepted or refused together, take a place in the queue and a slot each, and the first
+     * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+     * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+     * them. Default: 1, returned only in the fields of GenerateResponse itself.
+     * </pre>
+     *
+     * <code>int32 completions = 12;</code>
+     * @return The completions.
+     */
+    @java.lang.Override
+    public int getCompletions() {
+      return completions_;
+    }
+    /**
+     * <pre>
+     * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+     * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+     * They are accepted or refused together, take a place in the queue and a slot each, and the first
+     * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+     * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+     * them. Default: 1, returned only in the fields of GenerateResponse itself.
+     * </pre>
+     *
+     * <code>int32 completions = 12;</code>
+     * @param value The completions to set.
+     * @return This builder for chaining.
+     */
+    public Builder setCompletions(int value) {
+
+      completions_ = value;
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+     * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+     * They are accepted or refused together, take a place in the queue and a slot each, and the first
+     * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+     * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+     * them. Default: 1, returned only in the fields of GenerateResponse itself.
+     * </pre>
+     *
+     * <code>int32 completions = 12;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearCompletions() {
+      bitField0_ = (bitField0_ & ~0x00000800);
+      completions_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private dev.icehouse.v1.Speculation speculation_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder> speculationBuilder_;
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     * @return Whether the speculation field is set.
+     */
+    public boolean hasSpeculation() {
+      return ((bitField0_ & 0x00001000) != 0);
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     * @return The speculation.
+     */
+    public dev.icehouse.v1.Speculation getSpeculation() {
+      if (speculationBuilder_ == null) {
+        return speculation_ == null ? dev.icehouse.v1.Speculation.getDefaultInstance() : speculation_;
+      } else {
+        return speculationBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public Builder setSpeculation(dev.icehouse.v1.Speculation value) {
+      if (speculationBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        speculation_ = value;
+      } else {
+        speculationBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public Builder setSpeculation(
+        dev.icehouse.v1.Speculation.Builder builderForValue) {
+      if (speculationBuilder_ == null) {
+        speculation_ = builderForValue.build();
+      } else {
+        speculationBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public Builder mergeSpeculation(dev.icehouse.v1.Speculation value) {
+      if (speculationBuilder_ == null) {
+        if (((bitField0_ & 0x00001000) != 0) &&
+          speculation_ != null &&
+          speculation_ != dev.icehouse.v1.Speculation.getDefaultInstance()) {
+          getSpeculationBuilder().mergeFrom(value);
+        } else {
+          speculation_ = value;
+        }
+      } else {
+        speculationBuilder_.mergeFrom(value);
+      }
+      if (speculation_ != null) {
+        bitField0_ |= 0x00001000;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public Builder clearSpeculation() {
+      bitField0_ = (bitField0_ & ~0x00001000);
+      speculation_ = null;
+      if (speculationBuilder_ != null) {
+        speculationBuilder_.dispose();
+        speculationBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public dev.icehouse.v1.Speculation.Builder getSpeculationBuilder() {
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return getSpeculationFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    public dev.icehouse.v1.SpeculationOrBuilder getSpeculationOrBuilder() {
+      if (speculationBuilder_ != null) {
+        return speculationBuilder_.getMessageOrBuilder();
+      } else {
+        return speculation_ == null ?
+            dev.icehouse.v1.Speculation.getDefaultInstance() : speculation_;
+      }
+    }
+    /**
+     * <pre>
+     * Guess several tokens a step; the output is the same. Default: no speculation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Speculation speculation = 13;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder> 
+        getSpeculationFieldBuilder() {
+      if (speculationBuilder_ == null) {
+        speculationBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder>(
+                getSpeculation(),
+                getParentForChildren(),
+                isClean());
+        speculation_ = null;
+      }
+      return speculationBuilder_;
+    }
+
     private dev.icehouse.v1.CachePolicy cache_;
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00001000) != 0);
+      return ((bitField0_ & 0x00002000) != 0);
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CachePolicy getCache() {
@@ -4026,10 +3214,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public Builder setCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
@@ -4040,16 +3228,16 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00001000;
+      bitField0_ |= 0x00002000;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CachePolicy.Builder builderForValue) {
@@ -4058,20 +3246,20 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00001000;
+      bitField0_ |= 0x00002000;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00001000) != 0) &&
+        if (((bitField0_ & 0x00002000) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CachePolicy.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -4082,20 +3270,20 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00001000;
+        bitField0_ |= 0x00002000;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00001000);
+      bitField0_ = (bitField0_ & ~0x00002000);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -4106,22 +3294,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public dev.icehouse.v1.CachePolicy.Builder getCacheBuilder() {
-      bitField0_ |= 0x00001000;
+      bitField0_ |= 0x00002000;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -4133,10 +3321,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What may be done with the prefix cache. Absent: read and write, default tenant.
+     * What the request may do with the prefix cache. Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 12;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 14;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> 
@@ -4155,10 +3343,10 @@ private static final long serialVersionUID = 0L;
     private int priority_ ;
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
-     * <code>int32 priority = 13;</code>
+     * <code>int32 priority = 15;</code>
      * @return The priority.
      */
     @java.lang.Override
@@ -4167,501 +3355,31 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
-     * <code>int32 priority = 13;</code>
+     * <code>int32 priority = 15;</code>
      * @param value The priority to set.
      * @return This builder for chaining.
      */
     public Builder setPriority(int value) {
 
       priority_ = value;
-      bitField0_ |= 0x00002000;
+      bitField0_ |= 0x00004000;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
-     * <code>int32 priority = 13;</code>
+     * <code>int32 priority = 15;</code>
      * @return This builder for chaining.
      */
     public Builder clearPriority() {
-      bitField0_ = (bitField0_ & ~0x00002000);
-      priority_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private dev.icehouse.v1.ToolChoice toolChoice_;
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder> toolChoiceBuilder_;
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     * @return Whether the toolChoice field is set.
-     */
-    public boolean hasToolChoice() {
-      return ((bitField0_ & 0x00004000) != 0);
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     * @return The toolChoice.
-     */
-    public dev.icehouse.v1.ToolChoice getToolChoice() {
-      if (toolChoiceBuilder_ == null) {
-        return toolChoice_ == null ? dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
-      } else {
-        return toolChoiceBuilder_.getMessage();
-      }
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public Builder setToolChoice(dev.icehouse.v1.ToolChoice value) {
-      if (toolChoiceBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        toolChoice_ = value;
-      } else {
-        toolChoiceBuilder_.setMessage(value);
-      }
-      bitField0_ |= 0x00004000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public Builder setToolChoice(
-        dev.icehouse.v1.ToolChoice.Builder builderForValue) {
-      if (toolChoiceBuilder_ == null) {
-        toolChoice_ = builderForValue.build();
-      } else {
-        toolChoiceBuilder_.setMessage(builderForValue.build());
-      }
-      bitField0_ |= 0x00004000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public Builder mergeToolChoice(dev.icehouse.v1.ToolChoice value) {
-      if (toolChoiceBuilder_ == null) {
-        if (((bitField0_ & 0x00004000) != 0) &&
-          toolChoice_ != null &&
-          toolChoice_ != dev.icehouse.v1.ToolChoice.getDefaultInstance()) {
-          getToolChoiceBuilder().mergeFrom(value);
-        } else {
-          toolChoice_ = value;
-        }
-      } else {
-        toolChoiceBuilder_.mergeFrom(value);
-      }
-      if (toolChoice_ != null) {
-        bitField0_ |= 0x00004000;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public Builder clearToolChoice() {
       bitField0_ = (bitField0_ & ~0x00004000);
-      toolChoice_ = null;
-      if (toolChoiceBuilder_ != null) {
-        toolChoiceBuilder_.dispose();
-        toolChoiceBuilder_ = null;
-      }
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public dev.icehouse.v1.ToolChoice.Builder getToolChoiceBuilder() {
-      bitField0_ |= 0x00004000;
-      onChanged();
-      return getToolChoiceFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    public dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder() {
-      if (toolChoiceBuilder_ != null) {
-        return toolChoiceBuilder_.getMessageOrBuilder();
-      } else {
-        return toolChoice_ == null ?
-            dev.icehouse.v1.ToolChoice.getDefaultInstance() : toolChoice_;
-      }
-    }
-    /**
-     * <pre>
-     * Whether, and which tool, the model calls. Absent: it decides.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder> 
-        getToolChoiceFieldBuilder() {
-      if (toolChoiceBuilder_ == null) {
-        toolChoiceBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.ToolChoice, dev.icehouse.v1.ToolChoice.Builder, dev.icehouse.v1.ToolChoiceOrBuilder>(
-                getToolChoice(),
-                getParentForChildren(),
-                isClean());
-        toolChoice_ = null;
-      }
-      return toolChoiceBuilder_;
-    }
-
-    private int completions_ ;
-    /**
-     * <pre>
-     * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-     * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-     * They are let in together or refused together, take a place in the queue and a slot each, and the first
-     * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-     * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-     * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-     * </pre>
-     *
-     * <code>int32 completions = 15;</code>
-     * @return The completions.
-     */
-    @java.lang.Override
-    public int getCompletions() {
-      return completions_;
-    }
-    /**
-     * <pre>
-     * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-     * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-     * They are let in together or refused together, take a place in the queue and a slot each, and the first
-     * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-     * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-     * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-     * </pre>
-     *
-     * <code>int32 completions = 15;</code>
-     * @param value The completions to set.
-     * @return This builder for chaining.
-     */
-    public Builder setCompletions(int value) {
-
-      completions_ = value;
-      bitField0_ |= 0x00008000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-     * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-     * They are let in together or refused together, take a place in the queue and a slot each, and the first
-     * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-     * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-     * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-     * </pre>
-     *
-     * <code>int32 completions = 15;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearCompletions() {
-      bitField0_ = (bitField0_ & ~0x00008000);
-      completions_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private dev.icehouse.v1.Speculation speculation_;
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder> speculationBuilder_;
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     * @return Whether the speculation field is set.
-     */
-    public boolean hasSpeculation() {
-      return ((bitField0_ & 0x00010000) != 0);
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     * @return The speculation.
-     */
-    public dev.icehouse.v1.Speculation getSpeculation() {
-      if (speculationBuilder_ == null) {
-        return speculation_ == null ? dev.icehouse.v1.Speculation.getDefaultInstance() : speculation_;
-      } else {
-        return speculationBuilder_.getMessage();
-      }
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public Builder setSpeculation(dev.icehouse.v1.Speculation value) {
-      if (speculationBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        speculation_ = value;
-      } else {
-        speculationBuilder_.setMessage(value);
-      }
-      bitField0_ |= 0x00010000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public Builder setSpeculation(
-        dev.icehouse.v1.Speculation.Builder builderForValue) {
-      if (speculationBuilder_ == null) {
-        speculation_ = builderForValue.build();
-      } else {
-        speculationBuilder_.setMessage(builderForValue.build());
-      }
-      bitField0_ |= 0x00010000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public Builder mergeSpeculation(dev.icehouse.v1.Speculation value) {
-      if (speculationBuilder_ == null) {
-        if (((bitField0_ & 0x00010000) != 0) &&
-          speculation_ != null &&
-          speculation_ != dev.icehouse.v1.Speculation.getDefaultInstance()) {
-          getSpeculationBuilder().mergeFrom(value);
-        } else {
-          speculation_ = value;
-        }
-      } else {
-        speculationBuilder_.mergeFrom(value);
-      }
-      if (speculation_ != null) {
-        bitField0_ |= 0x00010000;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public Builder clearSpeculation() {
-      bitField0_ = (bitField0_ & ~0x00010000);
-      speculation_ = null;
-      if (speculationBuilder_ != null) {
-        speculationBuilder_.dispose();
-        speculationBuilder_ = null;
-      }
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public dev.icehouse.v1.Speculation.Builder getSpeculationBuilder() {
-      bitField0_ |= 0x00010000;
-      onChanged();
-      return getSpeculationFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    public dev.icehouse.v1.SpeculationOrBuilder getSpeculationOrBuilder() {
-      if (speculationBuilder_ != null) {
-        return speculationBuilder_.getMessageOrBuilder();
-      } else {
-        return speculation_ == null ?
-            dev.icehouse.v1.Speculation.getDefaultInstance() : speculation_;
-      }
-    }
-    /**
-     * <pre>
-     * Guess several tokens a step; the output is the same. Absent: no.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Speculation speculation = 16;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder> 
-        getSpeculationFieldBuilder() {
-      if (speculationBuilder_ == null) {
-        speculationBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.Speculation, dev.icehouse.v1.Speculation.Builder, dev.icehouse.v1.SpeculationOrBuilder>(
-                getSpeculation(),
-                getParentForChildren(),
-                isClean());
-        speculation_ = null;
-      }
-      return speculationBuilder_;
-    }
-
-    private java.lang.Object adapter_ = "";
-    /**
-     * <pre>
-     * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-     * different adapters share no cache. Absent: the model by itself.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The adapter.
-     */
-    public java.lang.String getAdapter() {
-      java.lang.Object ref = adapter_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        adapter_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-     * different adapters share no cache. Absent: the model by itself.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The bytes for adapter.
-     */
-    public com.google.protobuf.ByteString
-        getAdapterBytes() {
-      java.lang.Object ref = adapter_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        adapter_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-     * different adapters share no cache. Absent: the model by itself.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapter(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      adapter_ = value;
-      bitField0_ |= 0x00020000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-     * different adapters share no cache. Absent: the model by itself.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearAdapter() {
-      adapter_ = getDefaultInstance().getAdapter();
-      bitField0_ = (bitField0_ & ~0x00020000);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-     * different adapters share no cache. Absent: the model by itself.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The bytes for adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapterBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      adapter_ = value;
-      bitField0_ |= 0x00020000;
+      priority_ = 0;
       onChanged();
       return this;
     }
@@ -4669,14 +3387,14 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object sessionId_ = "";
     /**
      * <pre>
-     * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-     * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-     * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-     * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-     * (one that is not written as above is passed over), else none.
+     * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+     * (malformed ones are ignored), otherwise none.
      * </pre>
      *
-     * <code>string session_id = 18;</code>
+     * <code>string session_id = 16;</code>
      * @return The sessionId.
      */
     public java.lang.String getSessionId() {
@@ -4693,14 +3411,14 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-     * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-     * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-     * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-     * (one that is not written as above is passed over), else none.
+     * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+     * (malformed ones are ignored), otherwise none.
      * </pre>
      *
-     * <code>string session_id = 18;</code>
+     * <code>string session_id = 16;</code>
      * @return The bytes for sessionId.
      */
     public com.google.protobuf.ByteString
@@ -4718,14 +3436,14 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-     * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-     * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-     * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-     * (one that is not written as above is passed over), else none.
+     * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+     * (malformed ones are ignored), otherwise none.
      * </pre>
      *
-     * <code>string session_id = 18;</code>
+     * <code>string session_id = 16;</code>
      * @param value The sessionId to set.
      * @return This builder for chaining.
      */
@@ -4733,38 +3451,38 @@ private static final long serialVersionUID = 0L;
         java.lang.String value) {
       if (value == null) { throw new NullPointerException(); }
       sessionId_ = value;
-      bitField0_ |= 0x00040000;
+      bitField0_ |= 0x00008000;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-     * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-     * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-     * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-     * (one that is not written as above is passed over), else none.
+     * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+     * (malformed ones are ignored), otherwise none.
      * </pre>
      *
-     * <code>string session_id = 18;</code>
+     * <code>string session_id = 16;</code>
      * @return This builder for chaining.
      */
     public Builder clearSessionId() {
       sessionId_ = getDefaultInstance().getSessionId();
-      bitField0_ = (bitField0_ & ~0x00040000);
+      bitField0_ = (bitField0_ & ~0x00008000);
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-     * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-     * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-     * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-     * (one that is not written as above is passed over), else none.
+     * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+     * (malformed ones are ignored), otherwise none.
      * </pre>
      *
-     * <code>string session_id = 18;</code>
+     * <code>string session_id = 16;</code>
      * @param value The bytes for sessionId to set.
      * @return This builder for chaining.
      */
@@ -4773,220 +3491,7 @@ private static final long serialVersionUID = 0L;
       if (value == null) { throw new NullPointerException(); }
       checkByteStringIsUtf8(value);
       sessionId_ = value;
-      bitField0_ |= 0x00040000;
-      onChanged();
-      return this;
-    }
-
-    private com.google.protobuf.Internal.IntList stopTokenIds_ = emptyIntList();
-    private void ensureStopTokenIdsIsMutable() {
-      if (!stopTokenIds_.isModifiable()) {
-        stopTokenIds_ = makeMutableCopy(stopTokenIds_);
-      }
-      bitField0_ |= 0x00080000;
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @return A list containing the stopTokenIds.
-     */
-    public java.util.List<java.lang.Integer>
-        getStopTokenIdsList() {
-      stopTokenIds_.makeImmutable();
-      return stopTokenIds_;
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @return The count of stopTokenIds.
-     */
-    public int getStopTokenIdsCount() {
-      return stopTokenIds_.size();
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @param index The index of the element to return.
-     * @return The stopTokenIds at the given index.
-     */
-    public int getStopTokenIds(int index) {
-      return stopTokenIds_.getInt(index);
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @param index The index to set the value at.
-     * @param value The stopTokenIds to set.
-     * @return This builder for chaining.
-     */
-    public Builder setStopTokenIds(
-        int index, int value) {
-
-      ensureStopTokenIdsIsMutable();
-      stopTokenIds_.setInt(index, value);
-      bitField0_ |= 0x00080000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @param value The stopTokenIds to add.
-     * @return This builder for chaining.
-     */
-    public Builder addStopTokenIds(int value) {
-
-      ensureStopTokenIdsIsMutable();
-      stopTokenIds_.addInt(value);
-      bitField0_ |= 0x00080000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @param values The stopTokenIds to add.
-     * @return This builder for chaining.
-     */
-    public Builder addAllStopTokenIds(
-        java.lang.Iterable<? extends java.lang.Integer> values) {
-      ensureStopTokenIdsIsMutable();
-      com.google.protobuf.AbstractMessageLite.Builder.addAll(
-          values, stopTokenIds_);
-      bitField0_ |= 0x00080000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-     * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-     * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated int32 stop_token_ids = 19;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearStopTokenIds() {
-      stopTokenIds_ = emptyIntList();
-      bitField0_ = (bitField0_ & ~0x00080000);
-      onChanged();
-      return this;
-    }
-
-    private int maxReasoningTokens_ ;
-    /**
-     * <pre>
-     * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-     * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-     * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-     * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-     * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-     * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-     * reasoning. Absent: as long as the model likes.
-     * </pre>
-     *
-     * <code>optional int32 max_reasoning_tokens = 20;</code>
-     * @return Whether the maxReasoningTokens field is set.
-     */
-    @java.lang.Override
-    public boolean hasMaxReasoningTokens() {
-      return ((bitField0_ & 0x00100000) != 0);
-    }
-    /**
-     * <pre>
-     * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-     * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-     * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-     * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-     * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-     * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-     * reasoning. Absent: as long as the model likes.
-     * </pre>
-     *
-     * <code>optional int32 max_reasoning_tokens = 20;</code>
-     * @return The maxReasoningTokens.
-     */
-    @java.lang.Override
-    public int getMaxReasoningTokens() {
-      return maxReasoningTokens_;
-    }
-    /**
-     * <pre>
-     * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-     * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-     * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-     * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-     * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-     * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-     * reasoning. Absent: as long as the model likes.
-     * </pre>
-     *
-     * <code>optional int32 max_reasoning_tokens = 20;</code>
-     * @param value The maxReasoningTokens to set.
-     * @return This builder for chaining.
-     */
-    public Builder setMaxReasoningTokens(int value) {
-
-      maxReasoningTokens_ = value;
-      bitField0_ |= 0x00100000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-     * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-     * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-     * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-     * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-     * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-     * reasoning. Absent: as long as the model likes.
-     * </pre>
-     *
-     * <code>optional int32 max_reasoning_tokens = 20;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearMaxReasoningTokens() {
-      bitField0_ = (bitField0_ & ~0x00100000);
-      maxReasoningTokens_ = 0;
+      bitField0_ |= 0x00008000;
       onChanged();
       return this;
     }

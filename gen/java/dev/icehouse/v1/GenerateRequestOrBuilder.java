@@ -11,12 +11,12 @@ public interface GenerateRequestOrBuilder extends
   /**
    * <pre>
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-   * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-   * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-   * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-   * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-   * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+   * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+   * is sent again does not run twice at once, and it is not joined to the first one either.
+   * Once the first one has ended, the id is free and the same request runs anew: with
+   * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+   * connection the id is free one step after the server has noticed. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -26,12 +26,12 @@ public interface GenerateRequestOrBuilder extends
   /**
    * <pre>
    * The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
-   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request of this name and tenant waits or runs on
-   * this server, whatever it asks; another tenant may use the same name at the same time. So a request that
-   * is sent again does not run twice at once; it is not joined to the first one either, and nothing of that
-   * is answered. Once the first one has ended, the name is free and the same request runs anew: with
-   * the same seed, or greedily, its answer is the same and its prompt is found in the cache. A caller whose
-   * connection broke finds the name free a step after the server has noticed. Absent: one is made.
+   * Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
+   * this server, whatever its prompt; another tenant may use the same id at the same time. So a request that
+   * is sent again does not run twice at once, and it is not joined to the first one either.
+   * Once the first one has ended, the id is free and the same request runs anew: with
+   * the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
+   * connection the id is free one step after the server has noticed. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -42,7 +42,7 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -51,7 +51,7 @@ public interface GenerateRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -62,199 +62,113 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return Whether the text field is set.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return Whether the prompt field is set.
    */
-  boolean hasText();
+  boolean hasPrompt();
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return The prompt.
    */
-  java.lang.String getText();
+  dev.icehouse.v1.Prompt getPrompt();
   /**
    * <pre>
-   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * What to continue; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The bytes for text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
    */
-  com.google.protobuf.ByteString
-      getTextBytes();
+  dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder();
 
   /**
    * <pre>
-   * A conversation.
+   * Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
+   * default), or above what the model's context leaves after the prompt, are lowered to it; the response's
+   * `max_output_tokens` has the result. Default: the server's default (256 by default).
    * </pre>
    *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return Whether the chat field is set.
-   */
-  boolean hasChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return The chat.
-   */
-  dev.icehouse.v1.ChatPrompt getChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   */
-  dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder();
-
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return Whether the tokens field is set.
-   */
-  boolean hasTokens();
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return The tokens.
-   */
-  dev.icehouse.v1.TokenPrompt getTokens();
-  /**
-   * <pre>
-   * Token ids, used as they are.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   */
-  dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder();
-
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   * @return Whether the infill field is set.
-   */
-  boolean hasInfill();
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   * @return The infill.
-   */
-  dev.icehouse.v1.InfillPrompt getInfill();
-  /**
-   * <pre>
-   * Two texts with a gap, which the output fills. CacheService takes such a prompt as the tokens that
-   * Tokenize makes of it.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 21;</code>
-   */
-  dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder();
-
-  /**
-   * <pre>
-   * Most tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Above the server's limit (32768 by default), or
-   * above what the model's context leaves behind the prompt, it is that; the response's `max_output_tokens`
-   * tells. Absent or 0: the server's default (256 by default).
-   * </pre>
-   *
-   * <code>int32 max_output_tokens = 6;</code>
+   * <code>int32 max_output_tokens = 4;</code>
    * @return The maxOutputTokens.
    */
   int getMaxOutputTokens();
 
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    * @return Whether the sampling field is set.
    */
   boolean hasSampling();
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    * @return The sampling.
    */
   dev.icehouse.v1.SamplingParams getSampling();
   /**
    * <pre>
-   * How tokens are drawn. Absent: greedy.
+   * How tokens are drawn. Default: greedy.
    * </pre>
    *
-   * <code>.icehouse.v1.SamplingParams sampling = 7;</code>
+   * <code>.icehouse.v1.SamplingParams sampling = 5;</code>
    */
   dev.icehouse.v1.SamplingParamsOrBuilder getSamplingOrBuilder();
 
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @return A list containing the stop.
    */
   java.util.List<java.lang.String>
       getStopList();
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @return The count of stop.
    */
   int getStopCount();
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @param index The index of the element to return.
    * @return The stop at the given index.
    */
   java.lang.String getStop(int index);
   /**
    * <pre>
-   * Strings that end the output when they appear; the one that did is not part of it. The one that
-   * is complete first counts, and of several at one place the longest. At most 16, each of 1 to 256
-   * bytes in UTF-8 by default. Absent: none.
+   * Strings that end the output when they appear; the matched string is not part of the output. The first one
+   * to be complete counts, and of several at one place the longest. At most 16, each of 1 to 256
+   * bytes in UTF-8 by default. Default: none.
    * </pre>
    *
-   * <code>repeated string stop = 8;</code>
+   * <code>repeated string stop = 6;</code>
    * @param index The index of the value to return.
    * @return The bytes of the stop at the given index.
    */
@@ -263,91 +177,133 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @return A list containing the stopTokenIds.
+   */
+  java.util.List<java.lang.Integer> getStopTokenIdsList();
+  /**
+   * <pre>
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
+   * </pre>
+   *
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @return The count of stopTokenIds.
+   */
+  int getStopTokenIdsCount();
+  /**
+   * <pre>
+   * Tokens that end the output when they are drawn, in addition to the model's own end tokens and also where
+   * `sampling.ignore_end_tokens` is set; the matched token is the last of the output's tokens and not part of
+   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
+   * Default: none.
+   * </pre>
+   *
+   * <code>repeated int32 stop_token_ids = 7;</code>
+   * @param index The index of the element to return.
+   * @return The stopTokenIds at the given index.
+   */
+  int getStopTokenIds(int index);
+
+  /**
+   * <pre>
+   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    * @return Whether the responseFormat field is set.
    */
   boolean hasResponseFormat();
   /**
    * <pre>
    * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    * @return The responseFormat.
    */
   dev.icehouse.v1.ResponseFormat getResponseFormat();
   /**
    * <pre>
    * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Absent: any.
+   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
    * </pre>
    *
-   * <code>.icehouse.v1.ResponseFormat response_format = 9;</code>
+   * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
    */
   dev.icehouse.v1.ResponseFormatOrBuilder getResponseFormatOrBuilder();
 
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+   * @return Whether the toolChoice field is set.
    */
-  java.util.List<dev.icehouse.v1.Tool> 
-      getToolsList();
+  boolean hasToolChoice();
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
+   * @return The toolChoice.
    */
-  dev.icehouse.v1.Tool getTools(int index);
+  dev.icehouse.v1.ToolChoice getToolChoice();
   /**
    * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
+   * Whether the model calls tools, and which. Default: the model decides.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
+   * <code>.icehouse.v1.ToolChoice tool_choice = 9;</code>
    */
-  int getToolsCount();
-  /**
-   * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList();
-  /**
-   * <pre>
-   * Functions that the model may ask to be called, at most 128. Only with `chat` (TOOL_INVALID otherwise);
-   * refused with TOOLS_UNSUPPORTED where the model's template shows none, or its calls cannot be read.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index);
+  dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder();
 
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+   * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+   * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+   * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+   * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+   * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+   * the end of its reasoning. Default: unlimited.
+   * </pre>
+   *
+   * <code>optional int32 max_reasoning_tokens = 10;</code>
+   * @return Whether the maxReasoningTokens field is set.
+   */
+  boolean hasMaxReasoningTokens();
+  /**
+   * <pre>
+   * Maximum tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); values above the server's limit of
+   * `max_output_tokens` are lowered to it. 0 closes reasoning as soon as it begins. After that many tokens the
+   * model's own end marker comes next, whatever the model would have drawn, and the answer follows; reasoning
+   * that begins again is closed at once. Reasoning counts towards `max_output_tokens`, so leave room for the
+   * answer. With a `response_format`, a value above 0 also allows reasoning before the answer where the model
+   * begins it itself. Only with `prompt.chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model does not mark
+   * the end of its reasoning. Default: unlimited.
+   * </pre>
+   *
+   * <code>optional int32 max_reasoning_tokens = 10;</code>
+   * @return The maxReasoningTokens.
+   */
+  int getMaxReasoningTokens();
+
+  /**
+   * <pre>
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -356,7 +312,7 @@ public interface GenerateRequestOrBuilder extends
   boolean hasLogprobs();
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -365,7 +321,7 @@ public interface GenerateRequestOrBuilder extends
   dev.icehouse.v1.LogprobsOptions getLogprobs();
   /**
    * <pre>
-   * Tell log probabilities of tokens. Absent: none.
+   * Return log probabilities of tokens. Default: none.
    * </pre>
    *
    * <code>.icehouse.v1.LogprobsOptions logprobs = 11;</code>
@@ -374,228 +330,108 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
+   * Number of outputs for the prompt, from 1 to the server's limit (16 by default; above it
+   * PARAMETER_OUT_OF_RANGE). Each is what a separate request would give with the seed `seed` + its index.
+   * They are accepted or refused together, take a place in the queue and a slot each, and the first
+   * failure ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
+   * allows writing and reading. With `temperature` 0 all are equal, so one is computed and returned for each of
+   * them. Default: 1, returned only in the fields of GenerateResponse itself.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   * @return Whether the cache field is set.
-   */
-  boolean hasCache();
-  /**
-   * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   * @return The cache.
-   */
-  dev.icehouse.v1.CachePolicy getCache();
-  /**
-   * <pre>
-   * What may be done with the prefix cache. Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 12;</code>
-   */
-  dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder();
-
-  /**
-   * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
-   * </pre>
-   *
-   * <code>int32 priority = 13;</code>
-   * @return The priority.
-   */
-  int getPriority();
-
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   * @return Whether the toolChoice field is set.
-   */
-  boolean hasToolChoice();
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   * @return The toolChoice.
-   */
-  dev.icehouse.v1.ToolChoice getToolChoice();
-  /**
-   * <pre>
-   * Whether, and which tool, the model calls. Absent: it decides.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ToolChoice tool_choice = 14;</code>
-   */
-  dev.icehouse.v1.ToolChoiceOrBuilder getToolChoiceOrBuilder();
-
-  /**
-   * <pre>
-   * Outputs of the one prompt, from 1 to the server's limit (16 by default; beyond it
-   * PARAMETER_OUT_OF_RANGE). Each is what a request of its own would give with the seed `seed` + its index.
-   * They are let in together or refused together, take a place in the queue and a slot each, and the first
-   * to fail ends them all. The prompt is computed once, and the others start from its blocks, if `cache`
-   * allows to write and to read. With `temperature` 0 all are alike, so one is computed and told as each of
-   * them. Absent or 0: 1, told by the fields of GenerateResponse alone.
-   * </pre>
-   *
-   * <code>int32 completions = 15;</code>
+   * <code>int32 completions = 12;</code>
    * @return The completions.
    */
   int getCompletions();
 
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    * @return Whether the speculation field is set.
    */
   boolean hasSpeculation();
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    * @return The speculation.
    */
   dev.icehouse.v1.Speculation getSpeculation();
   /**
    * <pre>
-   * Guess several tokens a step; the output is the same. Absent: no.
+   * Guess several tokens a step; the output is the same. Default: no speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.Speculation speculation = 16;</code>
+   * <code>.icehouse.v1.Speculation speculation = 13;</code>
    */
   dev.icehouse.v1.SpeculationOrBuilder getSpeculationOrBuilder();
 
   /**
    * <pre>
-   * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-   * different adapters share no cache. Absent: the model by itself.
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   * @return Whether the cache field is set.
    */
-  java.lang.String getAdapter();
+  boolean hasCache();
   /**
    * <pre>
-   * The LoRA adapter to generate with, one of the model's `adapters`; else ADAPTER_NOT_FOUND. Prompts with
-   * different adapters share no cache. Absent: the model by itself.
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   * @return The cache.
    */
-  com.google.protobuf.ByteString
-      getAdapterBytes();
+  dev.icehouse.v1.CachePolicy getCache();
+  /**
+   * <pre>
+   * What the request may do with the prefix cache. Default: read and write, default tenant.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 14;</code>
+   */
+  dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder();
 
   /**
    * <pre>
-   * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-   * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-   * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-   * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-   * (one that is not written as above is passed over), else none.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    * </pre>
    *
-   * <code>string session_id = 18;</code>
+   * <code>int32 priority = 15;</code>
+   * @return The priority.
+   */
+  int getPriority();
+
+  /**
+   * <pre>
+   * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+   * (malformed ones are ignored), otherwise none.
+   * </pre>
+   *
+   * <code>string session_id = 16;</code>
    * @return The sessionId.
    */
   java.lang.String getSessionId();
   /**
    * <pre>
-   * The conversation that this request is a turn of, as the caller or the gateway calls it: 1 to 128 of
-   * [A-Za-z0-9._:-], else PARAMETER_OUT_OF_RANGE. It changes nothing of the answer and finds no blocks; it is told
-   * on, in logs, traces and KV events, so that a gateway can send a session's turns to one server. Absent:
-   * that of the call's metadata, of the keys in the setting `server.session_metadata`, where there is one
-   * (one that is not written as above is passed over), else none.
+   * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
+   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
+   * (malformed ones are ignored), otherwise none.
    * </pre>
    *
-   * <code>string session_id = 18;</code>
+   * <code>string session_id = 16;</code>
    * @return The bytes for sessionId.
    */
   com.google.protobuf.ByteString
       getSessionIdBytes();
-
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @return A list containing the stopTokenIds.
-   */
-  java.util.List<java.lang.Integer> getStopTokenIdsList();
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @return The count of stopTokenIds.
-   */
-  int getStopTokenIdsCount();
-  /**
-   * <pre>
-   * Tokens that end the output when they are drawn, beside the model's own end tokens and also where
-   * `sampling.ignore_end_tokens` is set; the one that did is the last of the output's tokens and no part of
-   * its text. At most 128 (PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE).
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated int32 stop_token_ids = 19;</code>
-   * @param index The index of the element to return.
-   * @return The stopTokenIds at the given index.
-   */
-  int getStopTokenIds(int index);
-
-  /**
-   * <pre>
-   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-   * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-   * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-   * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-   * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-   * reasoning. Absent: as long as the model likes.
-   * </pre>
-   *
-   * <code>optional int32 max_reasoning_tokens = 20;</code>
-   * @return Whether the maxReasoningTokens field is set.
-   */
-  boolean hasMaxReasoningTokens();
-  /**
-   * <pre>
-   * Most tokens of reasoning, 0 or more (PARAMETER_OUT_OF_RANGE); above the server's limit of
-   * `max_output_tokens` it is that. 0 closes reasoning as soon as it begins. When so many were drawn, the tokens of the model's own end
-   * marker come next, whatever the model would have drawn, and the answer follows; reasoning that begins
-   * again is closed at once. They count towards `max_output_tokens` like the rest, so leave room for the
-   * answer. With a `response_format`, above 0 it also lets reasoning come first where the model begins it
-   * itself. Only with `chat` (PARAMETER_OUT_OF_RANGE); UNSUPPORTED where the model marks no end of its
-   * reasoning. Absent: as long as the model likes.
-   * </pre>
-   *
-   * <code>optional int32 max_reasoning_tokens = 20;</code>
-   * @return The maxReasoningTokens.
-   */
-  int getMaxReasoningTokens();
-
-  dev.icehouse.v1.GenerateRequest.PromptCase getPromptCase();
 }

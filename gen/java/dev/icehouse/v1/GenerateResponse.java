@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * The complete output; of several completions the first one, but for `completions`.
+ * The complete output; with several completions the first one, except for `completions`.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.GenerateResponse}
@@ -28,6 +28,7 @@ private static final long serialVersionUID = 0L;
     finishReason_ = 0;
     stopString_ = "";
     toolCalls_ = java.util.Collections.emptyList();
+    malformedToolCalls_ = java.util.Collections.emptyList();
     reasoning_ = "";
     logprobs_ = java.util.Collections.emptyList();
     promptLogprobs_ = java.util.Collections.emptyList();
@@ -35,7 +36,6 @@ private static final long serialVersionUID = 0L;
     systemFingerprint_ = "";
     unenforcedKeywords_ =
         com.google.protobuf.LazyStringArrayList.emptyList();
-    malformedToolCalls_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -64,7 +64,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -85,7 +85,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -158,7 +158,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object text_ = "";
   /**
    * <pre>
-   * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+   * The generated text, without the prompt and without a stop string. For a chat: what the model says,
    * without its reasoning, its tool calls and the markers around them.
    * </pre>
    *
@@ -180,7 +180,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+   * The generated text, without the prompt and without a stop string. For a chat: what the model says,
    * without its reasoning, its tool calls and the markers around them.
    * </pre>
    *
@@ -248,7 +248,7 @@ private static final long serialVersionUID = 0L;
   private int finishReason_ = 0;
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -259,7 +259,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -275,22 +275,10 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object stopString_ = "";
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 6;</code>
-   * @return Whether the stopString field is set.
-   */
-  @java.lang.Override
-  public boolean hasStopString() {
-    return ((bitField0_ & 0x00000001) != 0);
-  }
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 6;</code>
+   * <code>string stop_string = 6;</code>
    * @return The stopString.
    */
   @java.lang.Override
@@ -308,10 +296,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 6;</code>
+   * <code>string stop_string = 6;</code>
    * @return The bytes for stopString.
    */
   @java.lang.Override
@@ -329,14 +317,43 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int USAGE_FIELD_NUMBER = 7;
+  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 7;
+  private int stopTokenId_ = 0;
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 7;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  @java.lang.Override
+  public boolean hasStopTokenId() {
+    return ((bitField0_ & 0x00000001) != 0);
+  }
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 7;</code>
+   * @return The stopTokenId.
+   */
+  @java.lang.Override
+  public int getStopTokenId() {
+    return stopTokenId_;
+  }
+
+  public static final int USAGE_FIELD_NUMBER = 8;
   private dev.icehouse.v1.Usage usage_;
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    * @return Whether the usage field is set.
    */
   @java.lang.Override
@@ -345,10 +362,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    * @return The usage.
    */
   @java.lang.Override
@@ -357,24 +374,24 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
     return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
   }
 
-  public static final int CACHE_FIELD_NUMBER = 8;
+  public static final int CACHE_FIELD_NUMBER = 9;
   private dev.icehouse.v1.CacheReport cache_;
   /**
    * <pre>
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    * @return Whether the cache field is set.
    */
   @java.lang.Override
@@ -386,7 +403,7 @@ private static final long serialVersionUID = 0L;
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    * @return The cache.
    */
   @java.lang.Override
@@ -398,21 +415,21 @@ private static final long serialVersionUID = 0L;
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
     return cache_ == null ? dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
   }
 
-  public static final int SEED_FIELD_NUMBER = 9;
+  public static final int SEED_FIELD_NUMBER = 10;
   private long seed_ = 0L;
   /**
    * <pre>
    * The seed that was used, the request's or the one drawn for it.
    * </pre>
    *
-   * <code>uint64 seed = 9;</code>
+   * <code>uint64 seed = 10;</code>
    * @return The seed.
    */
   @java.lang.Override
@@ -420,16 +437,16 @@ private static final long serialVersionUID = 0L;
     return seed_;
   }
 
-  public static final int TOOL_CALLS_FIELD_NUMBER = 10;
+  public static final int TOOL_CALLS_FIELD_NUMBER = 11;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_;
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.ToolCall> getToolCallsList() {
@@ -438,10 +455,10 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
@@ -451,10 +468,10 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   @java.lang.Override
   public int getToolCallsCount() {
@@ -463,10 +480,10 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.ToolCall getToolCalls(int index) {
@@ -475,10 +492,10 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
@@ -486,16 +503,77 @@ private static final long serialVersionUID = 0L;
     return toolCalls_.get(index);
   }
 
-  public static final int REASONING_FIELD_NUMBER = 11;
+  public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 12;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
+    return malformedToolCalls_;
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
+      getMalformedToolCallsOrBuilderList() {
+    return malformedToolCalls_;
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  @java.lang.Override
+  public int getMalformedToolCallsCount() {
+    return malformedToolCalls_.size();
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
+    return malformedToolCalls_.get(index);
+  }
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
+      int index) {
+    return malformedToolCalls_.get(index);
+  }
+
+  public static final int REASONING_FIELD_NUMBER = 13;
   @SuppressWarnings("serial")
   private volatile java.lang.Object reasoning_ = "";
   /**
    * <pre>
-   * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-   * reasoning. Absent: none.
+   * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+   * reasoning. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 11;</code>
+   * <code>string reasoning = 13;</code>
    * @return The reasoning.
    */
   @java.lang.Override
@@ -513,11 +591,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-   * reasoning. Absent: none.
+   * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+   * reasoning. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 11;</code>
+   * <code>string reasoning = 13;</code>
    * @return The bytes for reasoning.
    */
   @java.lang.Override
@@ -535,15 +613,15 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int LOGPROBS_FIELD_NUMBER = 12;
+  public static final int LOGPROBS_FIELD_NUMBER = 14;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_;
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
@@ -551,10 +629,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
@@ -563,10 +641,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   @java.lang.Override
   public int getLogprobsCount() {
@@ -574,10 +652,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
@@ -585,10 +663,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
@@ -596,15 +674,15 @@ private static final long serialVersionUID = 0L;
     return logprobs_.get(index);
   }
 
-  public static final int PROMPT_LOGPROBS_FIELD_NUMBER = 13;
+  public static final int PROMPT_LOGPROBS_FIELD_NUMBER = 15;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.TokenLogprobs> promptLogprobs_;
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.TokenLogprobs> getPromptLogprobsList() {
@@ -612,10 +690,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
@@ -624,10 +702,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   @java.lang.Override
   public int getPromptLogprobsCount() {
@@ -635,10 +713,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobs getPromptLogprobs(int index) {
@@ -646,10 +724,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.TokenLogprobsOrBuilder getPromptLogprobsOrBuilder(
@@ -657,15 +735,15 @@ private static final long serialVersionUID = 0L;
     return promptLogprobs_.get(index);
   }
 
-  public static final int COMPLETIONS_FIELD_NUMBER = 14;
+  public static final int COMPLETIONS_FIELD_NUMBER = 16;
   @SuppressWarnings("serial")
   private java.util.List<dev.icehouse.v1.Completion> completions_;
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   @java.lang.Override
   public java.util.List<dev.icehouse.v1.Completion> getCompletionsList() {
@@ -673,10 +751,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   @java.lang.Override
   public java.util.List<? extends dev.icehouse.v1.CompletionOrBuilder> 
@@ -685,10 +763,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   @java.lang.Override
   public int getCompletionsCount() {
@@ -696,10 +774,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.Completion getCompletions(int index) {
@@ -707,10 +785,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CompletionOrBuilder getCompletionsOrBuilder(
@@ -718,85 +796,56 @@ private static final long serialVersionUID = 0L;
     return completions_.get(index);
   }
 
-  public static final int STOP_TOKEN_ID_FIELD_NUMBER = 15;
-  private int stopTokenId_ = 0;
+  public static final int RECEIVE_TIME_FIELD_NUMBER = 17;
+  private com.google.protobuf.Timestamp receiveTime_;
   /**
    * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>optional int32 stop_token_id = 15;</code>
-   * @return Whether the stopTokenId field is set.
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   * @return Whether the receiveTime field is set.
    */
   @java.lang.Override
-  public boolean hasStopTokenId() {
+  public boolean hasReceiveTime() {
     return ((bitField0_ & 0x00000008) != 0);
   }
   /**
    * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>optional int32 stop_token_id = 15;</code>
-   * @return The stopTokenId.
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   * @return The receiveTime.
    */
   @java.lang.Override
-  public int getStopTokenId() {
-    return stopTokenId_;
+  public com.google.protobuf.Timestamp getReceiveTime() {
+    return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
+  }
+  /**
+   * <pre>
+   * When the server received the request, by the server's clock.
+   * </pre>
+   *
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   */
+  @java.lang.Override
+  public com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder() {
+    return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
   }
 
-  public static final int CREATE_TIME_FIELD_NUMBER = 16;
-  private com.google.protobuf.Timestamp createTime_;
-  /**
-   * <pre>
-   * When the request reached the server, by the server's clock.
-   * </pre>
-   *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   * @return Whether the createTime field is set.
-   */
-  @java.lang.Override
-  public boolean hasCreateTime() {
-    return ((bitField0_ & 0x00000010) != 0);
-  }
-  /**
-   * <pre>
-   * When the request reached the server, by the server's clock.
-   * </pre>
-   *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   * @return The createTime.
-   */
-  @java.lang.Override
-  public com.google.protobuf.Timestamp getCreateTime() {
-    return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
-  }
-  /**
-   * <pre>
-   * When the request reached the server, by the server's clock.
-   * </pre>
-   *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   */
-  @java.lang.Override
-  public com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder() {
-    return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
-  }
-
-  public static final int SYSTEM_FINGERPRINT_FIELD_NUMBER = 17;
+  public static final int SYSTEM_FINGERPRINT_FIELD_NUMBER = 18;
   @SuppressWarnings("serial")
   private volatile java.lang.Object systemFingerprint_ = "";
   /**
    * <pre>
-   * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-   * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-   * what reads the model. While it stays, the same request with the same seed is expected to give the same
-   * output; when it changes, outputs may change.
+   * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+   * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+   * the package that loads the model. While it stays the same, the same request with the same seed is expected
+   * to give the same output; when it changes, outputs may change.
    * </pre>
    *
-   * <code>string system_fingerprint = 17;</code>
+   * <code>string system_fingerprint = 18;</code>
    * @return The systemFingerprint.
    */
   @java.lang.Override
@@ -814,13 +863,13 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-   * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-   * what reads the model. While it stays, the same request with the same seed is expected to give the same
-   * output; when it changes, outputs may change.
+   * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+   * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+   * the package that loads the model. While it stays the same, the same request with the same seed is expected
+   * to give the same output; when it changes, outputs may change.
    * </pre>
    *
-   * <code>string system_fingerprint = 17;</code>
+   * <code>string system_fingerprint = 18;</code>
    * @return The bytes for systemFingerprint.
    */
   @java.lang.Override
@@ -838,15 +887,15 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 18;
+  public static final int MAX_OUTPUT_TOKENS_FIELD_NUMBER = 19;
   private int maxOutputTokens_ = 0;
   /**
    * <pre>
-   * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+   * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
    * the server's limit or the model's context is less.
    * </pre>
    *
-   * <code>int32 max_output_tokens = 18;</code>
+   * <code>int32 max_output_tokens = 19;</code>
    * @return The maxOutputTokens.
    */
   @java.lang.Override
@@ -854,18 +903,18 @@ private static final long serialVersionUID = 0L;
     return maxOutputTokens_;
   }
 
-  public static final int UNENFORCED_KEYWORDS_FIELD_NUMBER = 19;
+  public static final int UNENFORCED_KEYWORDS_FIELD_NUMBER = 20;
   @SuppressWarnings("serial")
   private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @return A list containing the unenforcedKeywords.
    */
   public com.google.protobuf.ProtocolStringList
@@ -874,12 +923,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @return The count of unenforcedKeywords.
    */
   public int getUnenforcedKeywordsCount() {
@@ -887,12 +936,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @param index The index of the element to return.
    * @return The unenforcedKeywords at the given index.
    */
@@ -901,79 +950,18 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @param index The index of the value to return.
    * @return The bytes of the unenforcedKeywords at the given index.
    */
   public com.google.protobuf.ByteString
       getUnenforcedKeywordsBytes(int index) {
     return unenforcedKeywords_.getByteString(index);
-  }
-
-  public static final int MALFORMED_TOOL_CALLS_FIELD_NUMBER = 30;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_;
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
-    return malformedToolCalls_;
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
-      getMalformedToolCallsOrBuilderList() {
-    return malformedToolCalls_;
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  @java.lang.Override
-  public int getMalformedToolCallsCount() {
-    return malformedToolCalls_.size();
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
-    return malformedToolCalls_.get(index);
-  }
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
-      int index) {
-    return malformedToolCalls_.get(index);
   }
 
   private byte memoizedIsInitialized = -1;
@@ -1010,50 +998,50 @@ private static final long serialVersionUID = 0L;
     if (finishReason_ != dev.icehouse.v1.FinishReason.FINISH_REASON_UNSPECIFIED.getNumber()) {
       output.writeEnum(5, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 6, stopString_);
     }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeInt32(7, stopTokenId_);
+    }
     if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(7, getUsage());
+      output.writeMessage(8, getUsage());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(8, getCache());
+      output.writeMessage(9, getCache());
     }
     if (seed_ != 0L) {
-      output.writeUInt64(9, seed_);
+      output.writeUInt64(10, seed_);
     }
     for (int i = 0; i < toolCalls_.size(); i++) {
-      output.writeMessage(10, toolCalls_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 11, reasoning_);
-    }
-    for (int i = 0; i < logprobs_.size(); i++) {
-      output.writeMessage(12, logprobs_.get(i));
-    }
-    for (int i = 0; i < promptLogprobs_.size(); i++) {
-      output.writeMessage(13, promptLogprobs_.get(i));
-    }
-    for (int i = 0; i < completions_.size(); i++) {
-      output.writeMessage(14, completions_.get(i));
-    }
-    if (((bitField0_ & 0x00000008) != 0)) {
-      output.writeInt32(15, stopTokenId_);
-    }
-    if (((bitField0_ & 0x00000010) != 0)) {
-      output.writeMessage(16, getCreateTime());
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, systemFingerprint_);
-    }
-    if (maxOutputTokens_ != 0) {
-      output.writeInt32(18, maxOutputTokens_);
-    }
-    for (int i = 0; i < unenforcedKeywords_.size(); i++) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 19, unenforcedKeywords_.getRaw(i));
+      output.writeMessage(11, toolCalls_.get(i));
     }
     for (int i = 0; i < malformedToolCalls_.size(); i++) {
-      output.writeMessage(30, malformedToolCalls_.get(i));
+      output.writeMessage(12, malformedToolCalls_.get(i));
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 13, reasoning_);
+    }
+    for (int i = 0; i < logprobs_.size(); i++) {
+      output.writeMessage(14, logprobs_.get(i));
+    }
+    for (int i = 0; i < promptLogprobs_.size(); i++) {
+      output.writeMessage(15, promptLogprobs_.get(i));
+    }
+    for (int i = 0; i < completions_.size(); i++) {
+      output.writeMessage(16, completions_.get(i));
+    }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      output.writeMessage(17, getReceiveTime());
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 18, systemFingerprint_);
+    }
+    if (maxOutputTokens_ != 0) {
+      output.writeInt32(19, maxOutputTokens_);
+    }
+    for (int i = 0; i < unenforcedKeywords_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 20, unenforcedKeywords_.getRaw(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -1091,54 +1079,58 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeEnumSize(5, finishReason_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stopString_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(6, stopString_);
+    }
+    if (((bitField0_ & 0x00000001) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(7, stopTokenId_);
     }
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(7, getUsage());
+        .computeMessageSize(8, getUsage());
     }
     if (((bitField0_ & 0x00000004) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(8, getCache());
+        .computeMessageSize(9, getCache());
     }
     if (seed_ != 0L) {
       size += com.google.protobuf.CodedOutputStream
-        .computeUInt64Size(9, seed_);
+        .computeUInt64Size(10, seed_);
     }
     for (int i = 0; i < toolCalls_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, toolCalls_.get(i));
+        .computeMessageSize(11, toolCalls_.get(i));
+    }
+    for (int i = 0; i < malformedToolCalls_.size(); i++) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(12, malformedToolCalls_.get(i));
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(reasoning_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(11, reasoning_);
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(13, reasoning_);
     }
     for (int i = 0; i < logprobs_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(12, logprobs_.get(i));
+        .computeMessageSize(14, logprobs_.get(i));
     }
     for (int i = 0; i < promptLogprobs_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(13, promptLogprobs_.get(i));
+        .computeMessageSize(15, promptLogprobs_.get(i));
     }
     for (int i = 0; i < completions_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(14, completions_.get(i));
+        .computeMessageSize(16, completions_.get(i));
     }
     if (((bitField0_ & 0x00000008) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(15, stopTokenId_);
-    }
-    if (((bitField0_ & 0x00000010) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(16, getCreateTime());
+        .computeMessageSize(17, getReceiveTime());
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, systemFingerprint_);
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(18, systemFingerprint_);
     }
     if (maxOutputTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(18, maxOutputTokens_);
+        .computeInt32Size(19, maxOutputTokens_);
     }
     {
       int dataSize = 0;
@@ -1147,10 +1139,6 @@ private static final long serialVersionUID = 0L;
       }
       size += dataSize;
       size += 2 * getUnenforcedKeywordsList().size();
-    }
-    for (int i = 0; i < malformedToolCalls_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(30, malformedToolCalls_.get(i));
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -1176,10 +1164,12 @@ private static final long serialVersionUID = 0L;
     if (!getTokenIdsList()
         .equals(other.getTokenIdsList())) return false;
     if (finishReason_ != other.finishReason_) return false;
-    if (hasStopString() != other.hasStopString()) return false;
-    if (hasStopString()) {
-      if (!getStopString()
-          .equals(other.getStopString())) return false;
+    if (!getStopString()
+        .equals(other.getStopString())) return false;
+    if (hasStopTokenId() != other.hasStopTokenId()) return false;
+    if (hasStopTokenId()) {
+      if (getStopTokenId()
+          != other.getStopTokenId()) return false;
     }
     if (hasUsage() != other.hasUsage()) return false;
     if (hasUsage()) {
@@ -1195,6 +1185,8 @@ private static final long serialVersionUID = 0L;
         != other.getSeed()) return false;
     if (!getToolCallsList()
         .equals(other.getToolCallsList())) return false;
+    if (!getMalformedToolCallsList()
+        .equals(other.getMalformedToolCallsList())) return false;
     if (!getReasoning()
         .equals(other.getReasoning())) return false;
     if (!getLogprobsList()
@@ -1203,15 +1195,10 @@ private static final long serialVersionUID = 0L;
         .equals(other.getPromptLogprobsList())) return false;
     if (!getCompletionsList()
         .equals(other.getCompletionsList())) return false;
-    if (hasStopTokenId() != other.hasStopTokenId()) return false;
-    if (hasStopTokenId()) {
-      if (getStopTokenId()
-          != other.getStopTokenId()) return false;
-    }
-    if (hasCreateTime() != other.hasCreateTime()) return false;
-    if (hasCreateTime()) {
-      if (!getCreateTime()
-          .equals(other.getCreateTime())) return false;
+    if (hasReceiveTime() != other.hasReceiveTime()) return false;
+    if (hasReceiveTime()) {
+      if (!getReceiveTime()
+          .equals(other.getReceiveTime())) return false;
     }
     if (!getSystemFingerprint()
         .equals(other.getSystemFingerprint())) return false;
@@ -1219,8 +1206,6 @@ private static final long serialVersionUID = 0L;
         != other.getMaxOutputTokens()) return false;
     if (!getUnenforcedKeywordsList()
         .equals(other.getUnenforcedKeywordsList())) return false;
-    if (!getMalformedToolCallsList()
-        .equals(other.getMalformedToolCallsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -1244,9 +1229,11 @@ private static final long serialVersionUID = 0L;
     }
     hash = (37 * hash) + FINISH_REASON_FIELD_NUMBER;
     hash = (53 * hash) + finishReason_;
-    if (hasStopString()) {
-      hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
-      hash = (53 * hash) + getStopString().hashCode();
+    hash = (37 * hash) + STOP_STRING_FIELD_NUMBER;
+    hash = (53 * hash) + getStopString().hashCode();
+    if (hasStopTokenId()) {
+      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
+      hash = (53 * hash) + getStopTokenId();
     }
     if (hasUsage()) {
       hash = (37 * hash) + USAGE_FIELD_NUMBER;
@@ -1263,6 +1250,10 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + TOOL_CALLS_FIELD_NUMBER;
       hash = (53 * hash) + getToolCallsList().hashCode();
     }
+    if (getMalformedToolCallsCount() > 0) {
+      hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
+      hash = (53 * hash) + getMalformedToolCallsList().hashCode();
+    }
     hash = (37 * hash) + REASONING_FIELD_NUMBER;
     hash = (53 * hash) + getReasoning().hashCode();
     if (getLogprobsCount() > 0) {
@@ -1277,13 +1268,9 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + COMPLETIONS_FIELD_NUMBER;
       hash = (53 * hash) + getCompletionsList().hashCode();
     }
-    if (hasStopTokenId()) {
-      hash = (37 * hash) + STOP_TOKEN_ID_FIELD_NUMBER;
-      hash = (53 * hash) + getStopTokenId();
-    }
-    if (hasCreateTime()) {
-      hash = (37 * hash) + CREATE_TIME_FIELD_NUMBER;
-      hash = (53 * hash) + getCreateTime().hashCode();
+    if (hasReceiveTime()) {
+      hash = (37 * hash) + RECEIVE_TIME_FIELD_NUMBER;
+      hash = (53 * hash) + getReceiveTime().hashCode();
     }
     hash = (37 * hash) + SYSTEM_FINGERPRINT_FIELD_NUMBER;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
@@ -1292,10 +1279,6 @@ private static final long serialVersionUID = 0L;
     if (getUnenforcedKeywordsCount() > 0) {
       hash = (37 * hash) + UNENFORCED_KEYWORDS_FIELD_NUMBER;
       hash = (53 * hash) + getUnenforcedKeywordsList().hashCode();
-    }
-    if (getMalformedToolCallsCount() > 0) {
-      hash = (37 * hash) + MALFORMED_TOOL_CALLS_FIELD_NUMBER;
-      hash = (53 * hash) + getMalformedToolCallsList().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -1396,7 +1379,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The complete output; of several completions the first one, but for `completions`.
+   * The complete output; with several completions the first one, except for `completions`.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.GenerateResponse}
@@ -1434,11 +1417,11 @@ private static final long serialVersionUID = 0L;
         getUsageFieldBuilder();
         getCacheFieldBuilder();
         getToolCallsFieldBuilder();
+        getMalformedToolCallsFieldBuilder();
         getLogprobsFieldBuilder();
         getPromptLogprobsFieldBuilder();
         getCompletionsFieldBuilder();
-        getCreateTimeFieldBuilder();
-        getMalformedToolCallsFieldBuilder();
+        getReceiveTimeFieldBuilder();
       }
     }
     @java.lang.Override
@@ -1451,6 +1434,7 @@ private static final long serialVersionUID = 0L;
       tokenIds_ = emptyIntList();
       finishReason_ = 0;
       stopString_ = "";
+      stopTokenId_ = 0;
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
@@ -1468,7 +1452,14 @@ private static final long serialVersionUID = 0L;
         toolCalls_ = null;
         toolCallsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00000200);
+      bitField0_ = (bitField0_ & ~0x00000400);
+      if (malformedToolCallsBuilder_ == null) {
+        malformedToolCalls_ = java.util.Collections.emptyList();
+      } else {
+        malformedToolCalls_ = null;
+        malformedToolCallsBuilder_.clear();
+      }
+      bitField0_ = (bitField0_ & ~0x00000800);
       reasoning_ = "";
       if (logprobsBuilder_ == null) {
         logprobs_ = java.util.Collections.emptyList();
@@ -1476,38 +1467,30 @@ private static final long serialVersionUID = 0L;
         logprobs_ = null;
         logprobsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00000800);
+      bitField0_ = (bitField0_ & ~0x00002000);
       if (promptLogprobsBuilder_ == null) {
         promptLogprobs_ = java.util.Collections.emptyList();
       } else {
         promptLogprobs_ = null;
         promptLogprobsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00001000);
+      bitField0_ = (bitField0_ & ~0x00004000);
       if (completionsBuilder_ == null) {
         completions_ = java.util.Collections.emptyList();
       } else {
         completions_ = null;
         completionsBuilder_.clear();
       }
-      bitField0_ = (bitField0_ & ~0x00002000);
-      stopTokenId_ = 0;
-      createTime_ = null;
-      if (createTimeBuilder_ != null) {
-        createTimeBuilder_.dispose();
-        createTimeBuilder_ = null;
+      bitField0_ = (bitField0_ & ~0x00008000);
+      receiveTime_ = null;
+      if (receiveTimeBuilder_ != null) {
+        receiveTimeBuilder_.dispose();
+        receiveTimeBuilder_ = null;
       }
       systemFingerprint_ = "";
       maxOutputTokens_ = 0;
       unenforcedKeywords_ =
           com.google.protobuf.LazyStringArrayList.emptyList();
-      if (malformedToolCallsBuilder_ == null) {
-        malformedToolCalls_ = java.util.Collections.emptyList();
-      } else {
-        malformedToolCalls_ = null;
-        malformedToolCallsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00080000);
       return this;
     }
 
@@ -1542,49 +1525,49 @@ private static final long serialVersionUID = 0L;
 
     private void buildPartialRepeatedFields(dev.icehouse.v1.GenerateResponse result) {
       if (toolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00000200) != 0)) {
+        if (((bitField0_ & 0x00000400) != 0)) {
           toolCalls_ = java.util.Collections.unmodifiableList(toolCalls_);
-          bitField0_ = (bitField0_ & ~0x00000200);
+          bitField0_ = (bitField0_ & ~0x00000400);
         }
         result.toolCalls_ = toolCalls_;
       } else {
         result.toolCalls_ = toolCallsBuilder_.build();
       }
-      if (logprobsBuilder_ == null) {
+      if (malformedToolCallsBuilder_ == null) {
         if (((bitField0_ & 0x00000800) != 0)) {
-          logprobs_ = java.util.Collections.unmodifiableList(logprobs_);
+          malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
           bitField0_ = (bitField0_ & ~0x00000800);
+        }
+        result.malformedToolCalls_ = malformedToolCalls_;
+      } else {
+        result.malformedToolCalls_ = malformedToolCallsBuilder_.build();
+      }
+      if (logprobsBuilder_ == null) {
+        if (((bitField0_ & 0x00002000) != 0)) {
+          logprobs_ = java.util.Collections.unmodifiableList(logprobs_);
+          bitField0_ = (bitField0_ & ~0x00002000);
         }
         result.logprobs_ = logprobs_;
       } else {
         result.logprobs_ = logprobsBuilder_.build();
       }
       if (promptLogprobsBuilder_ == null) {
-        if (((bitField0_ & 0x00001000) != 0)) {
+        if (((bitField0_ & 0x00004000) != 0)) {
           promptLogprobs_ = java.util.Collections.unmodifiableList(promptLogprobs_);
-          bitField0_ = (bitField0_ & ~0x00001000);
+          bitField0_ = (bitField0_ & ~0x00004000);
         }
         result.promptLogprobs_ = promptLogprobs_;
       } else {
         result.promptLogprobs_ = promptLogprobsBuilder_.build();
       }
       if (completionsBuilder_ == null) {
-        if (((bitField0_ & 0x00002000) != 0)) {
+        if (((bitField0_ & 0x00008000) != 0)) {
           completions_ = java.util.Collections.unmodifiableList(completions_);
-          bitField0_ = (bitField0_ & ~0x00002000);
+          bitField0_ = (bitField0_ & ~0x00008000);
         }
         result.completions_ = completions_;
       } else {
         result.completions_ = completionsBuilder_.build();
-      }
-      if (malformedToolCallsBuilder_ == null) {
-        if (((bitField0_ & 0x00080000) != 0)) {
-          malformedToolCalls_ = java.util.Collections.unmodifiableList(malformedToolCalls_);
-          bitField0_ = (bitField0_ & ~0x00080000);
-        }
-        result.malformedToolCalls_ = malformedToolCalls_;
-      } else {
-        result.malformedToolCalls_ = malformedToolCallsBuilder_.build();
       }
     }
 
@@ -1606,46 +1589,45 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000010) != 0)) {
         result.finishReason_ = finishReason_;
       }
-      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000020) != 0)) {
         result.stopString_ = stopString_;
+      }
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00000040) != 0)) {
+        result.stopTokenId_ = stopTokenId_;
         to_bitField0_ |= 0x00000001;
       }
-      if (((from_bitField0_ & 0x00000040) != 0)) {
+      if (((from_bitField0_ & 0x00000080) != 0)) {
         result.usage_ = usageBuilder_ == null
             ? usage_
             : usageBuilder_.build();
         to_bitField0_ |= 0x00000002;
       }
-      if (((from_bitField0_ & 0x00000080) != 0)) {
+      if (((from_bitField0_ & 0x00000100) != 0)) {
         result.cache_ = cacheBuilder_ == null
             ? cache_
             : cacheBuilder_.build();
         to_bitField0_ |= 0x00000004;
       }
-      if (((from_bitField0_ & 0x00000100) != 0)) {
+      if (((from_bitField0_ & 0x00000200) != 0)) {
         result.seed_ = seed_;
       }
-      if (((from_bitField0_ & 0x00000400) != 0)) {
+      if (((from_bitField0_ & 0x00001000) != 0)) {
         result.reasoning_ = reasoning_;
       }
-      if (((from_bitField0_ & 0x00004000) != 0)) {
-        result.stopTokenId_ = stopTokenId_;
+      if (((from_bitField0_ & 0x00010000) != 0)) {
+        result.receiveTime_ = receiveTimeBuilder_ == null
+            ? receiveTime_
+            : receiveTimeBuilder_.build();
         to_bitField0_ |= 0x00000008;
       }
-      if (((from_bitField0_ & 0x00008000) != 0)) {
-        result.createTime_ = createTimeBuilder_ == null
-            ? createTime_
-            : createTimeBuilder_.build();
-        to_bitField0_ |= 0x00000010;
-      }
-      if (((from_bitField0_ & 0x00010000) != 0)) {
+      if (((from_bitField0_ & 0x00020000) != 0)) {
         result.systemFingerprint_ = systemFingerprint_;
       }
-      if (((from_bitField0_ & 0x00020000) != 0)) {
+      if (((from_bitField0_ & 0x00040000) != 0)) {
         result.maxOutputTokens_ = maxOutputTokens_;
       }
-      if (((from_bitField0_ & 0x00040000) != 0)) {
+      if (((from_bitField0_ & 0x00080000) != 0)) {
         unenforcedKeywords_.makeImmutable();
         result.unenforcedKeywords_ = unenforcedKeywords_;
       }
@@ -1725,10 +1707,13 @@ private static final long serialVersionUID = 0L;
       if (other.finishReason_ != 0) {
         setFinishReasonValue(other.getFinishReasonValue());
       }
-      if (other.hasStopString()) {
+      if (!other.getStopString().isEmpty()) {
         stopString_ = other.stopString_;
         bitField0_ |= 0x00000020;
         onChanged();
+      }
+      if (other.hasStopTokenId()) {
+        setStopTokenId(other.getStopTokenId());
       }
       if (other.hasUsage()) {
         mergeUsage(other.getUsage());
@@ -1743,7 +1728,7 @@ private static final long serialVersionUID = 0L;
         if (!other.toolCalls_.isEmpty()) {
           if (toolCalls_.isEmpty()) {
             toolCalls_ = other.toolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000200);
+            bitField0_ = (bitField0_ & ~0x00000400);
           } else {
             ensureToolCallsIsMutable();
             toolCalls_.addAll(other.toolCalls_);
@@ -1756,7 +1741,7 @@ private static final long serialVersionUID = 0L;
             toolCallsBuilder_.dispose();
             toolCallsBuilder_ = null;
             toolCalls_ = other.toolCalls_;
-            bitField0_ = (bitField0_ & ~0x00000200);
+            bitField0_ = (bitField0_ & ~0x00000400);
             toolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getToolCallsFieldBuilder() : null;
@@ -1765,118 +1750,11 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
-      if (!other.getReasoning().isEmpty()) {
-        reasoning_ = other.reasoning_;
-        bitField0_ |= 0x00000400;
-        onChanged();
-      }
-      if (logprobsBuilder_ == null) {
-        if (!other.logprobs_.isEmpty()) {
-          if (logprobs_.isEmpty()) {
-            logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000800);
-          } else {
-            ensureLogprobsIsMutable();
-            logprobs_.addAll(other.logprobs_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.logprobs_.isEmpty()) {
-          if (logprobsBuilder_.isEmpty()) {
-            logprobsBuilder_.dispose();
-            logprobsBuilder_ = null;
-            logprobs_ = other.logprobs_;
-            bitField0_ = (bitField0_ & ~0x00000800);
-            logprobsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getLogprobsFieldBuilder() : null;
-          } else {
-            logprobsBuilder_.addAllMessages(other.logprobs_);
-          }
-        }
-      }
-      if (promptLogprobsBuilder_ == null) {
-        if (!other.promptLogprobs_.isEmpty()) {
-          if (promptLogprobs_.isEmpty()) {
-            promptLogprobs_ = other.promptLogprobs_;
-            bitField0_ = (bitField0_ & ~0x00001000);
-          } else {
-            ensurePromptLogprobsIsMutable();
-            promptLogprobs_.addAll(other.promptLogprobs_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.promptLogprobs_.isEmpty()) {
-          if (promptLogprobsBuilder_.isEmpty()) {
-            promptLogprobsBuilder_.dispose();
-            promptLogprobsBuilder_ = null;
-            promptLogprobs_ = other.promptLogprobs_;
-            bitField0_ = (bitField0_ & ~0x00001000);
-            promptLogprobsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getPromptLogprobsFieldBuilder() : null;
-          } else {
-            promptLogprobsBuilder_.addAllMessages(other.promptLogprobs_);
-          }
-        }
-      }
-      if (completionsBuilder_ == null) {
-        if (!other.completions_.isEmpty()) {
-          if (completions_.isEmpty()) {
-            completions_ = other.completions_;
-            bitField0_ = (bitField0_ & ~0x00002000);
-          } else {
-            ensureCompletionsIsMutable();
-            completions_.addAll(other.completions_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.completions_.isEmpty()) {
-          if (completionsBuilder_.isEmpty()) {
-            completionsBuilder_.dispose();
-            completionsBuilder_ = null;
-            completions_ = other.completions_;
-            bitField0_ = (bitField0_ & ~0x00002000);
-            completionsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getCompletionsFieldBuilder() : null;
-          } else {
-            completionsBuilder_.addAllMessages(other.completions_);
-          }
-        }
-      }
-      if (other.hasStopTokenId()) {
-        setStopTokenId(other.getStopTokenId());
-      }
-      if (other.hasCreateTime()) {
-        mergeCreateTime(other.getCreateTime());
-      }
-      if (!other.getSystemFingerprint().isEmpty()) {
-        systemFingerprint_ = other.systemFingerprint_;
-        bitField0_ |= 0x00010000;
-        onChanged();
-      }
-      if (other.getMaxOutputTokens() != 0) {
-        setMaxOutputTokens(other.getMaxOutputTokens());
-      }
-      if (!other.unenforcedKeywords_.isEmpty()) {
-        if (unenforcedKeywords_.isEmpty()) {
-          unenforcedKeywords_ = other.unenforcedKeywords_;
-          bitField0_ |= 0x00040000;
-        } else {
-          ensureUnenforcedKeywordsIsMutable();
-          unenforcedKeywords_.addAll(other.unenforcedKeywords_);
-        }
-        onChanged();
-      }
       if (malformedToolCallsBuilder_ == null) {
         if (!other.malformedToolCalls_.isEmpty()) {
           if (malformedToolCalls_.isEmpty()) {
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00080000);
+            bitField0_ = (bitField0_ & ~0x00000800);
           } else {
             ensureMalformedToolCallsIsMutable();
             malformedToolCalls_.addAll(other.malformedToolCalls_);
@@ -1889,7 +1767,7 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.dispose();
             malformedToolCallsBuilder_ = null;
             malformedToolCalls_ = other.malformedToolCalls_;
-            bitField0_ = (bitField0_ & ~0x00080000);
+            bitField0_ = (bitField0_ & ~0x00000800);
             malformedToolCallsBuilder_ = 
               com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
                  getMalformedToolCallsFieldBuilder() : null;
@@ -1897,6 +1775,110 @@ private static final long serialVersionUID = 0L;
             malformedToolCallsBuilder_.addAllMessages(other.malformedToolCalls_);
           }
         }
+      }
+      if (!other.getReasoning().isEmpty()) {
+        reasoning_ = other.reasoning_;
+        bitField0_ |= 0x00001000;
+        onChanged();
+      }
+      if (logprobsBuilder_ == null) {
+        if (!other.logprobs_.isEmpty()) {
+          if (logprobs_.isEmpty()) {
+            logprobs_ = other.logprobs_;
+            bitField0_ = (bitField0_ & ~0x00002000);
+          } else {
+            ensureLogprobsIsMutable();
+            logprobs_.addAll(other.logprobs_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.logprobs_.isEmpty()) {
+          if (logprobsBuilder_.isEmpty()) {
+            logprobsBuilder_.dispose();
+            logprobsBuilder_ = null;
+            logprobs_ = other.logprobs_;
+            bitField0_ = (bitField0_ & ~0x00002000);
+            logprobsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getLogprobsFieldBuilder() : null;
+          } else {
+            logprobsBuilder_.addAllMessages(other.logprobs_);
+          }
+        }
+      }
+      if (promptLogprobsBuilder_ == null) {
+        if (!other.promptLogprobs_.isEmpty()) {
+          if (promptLogprobs_.isEmpty()) {
+            promptLogprobs_ = other.promptLogprobs_;
+            bitField0_ = (bitField0_ & ~0x00004000);
+          } else {
+            ensurePromptLogprobsIsMutable();
+            promptLogprobs_.addAll(other.promptLogprobs_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.promptLogprobs_.isEmpty()) {
+          if (promptLogprobsBuilder_.isEmpty()) {
+            promptLogprobsBuilder_.dispose();
+            promptLogprobsBuilder_ = null;
+            promptLogprobs_ = other.promptLogprobs_;
+            bitField0_ = (bitField0_ & ~0x00004000);
+            promptLogprobsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getPromptLogprobsFieldBuilder() : null;
+          } else {
+            promptLogprobsBuilder_.addAllMessages(other.promptLogprobs_);
+          }
+        }
+      }
+      if (completionsBuilder_ == null) {
+        if (!other.completions_.isEmpty()) {
+          if (completions_.isEmpty()) {
+            completions_ = other.completions_;
+            bitField0_ = (bitField0_ & ~0x00008000);
+          } else {
+            ensureCompletionsIsMutable();
+            completions_.addAll(other.completions_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.completions_.isEmpty()) {
+          if (completionsBuilder_.isEmpty()) {
+            completionsBuilder_.dispose();
+            completionsBuilder_ = null;
+            completions_ = other.completions_;
+            bitField0_ = (bitField0_ & ~0x00008000);
+            completionsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getCompletionsFieldBuilder() : null;
+          } else {
+            completionsBuilder_.addAllMessages(other.completions_);
+          }
+        }
+      }
+      if (other.hasReceiveTime()) {
+        mergeReceiveTime(other.getReceiveTime());
+      }
+      if (!other.getSystemFingerprint().isEmpty()) {
+        systemFingerprint_ = other.systemFingerprint_;
+        bitField0_ |= 0x00020000;
+        onChanged();
+      }
+      if (other.getMaxOutputTokens() != 0) {
+        setMaxOutputTokens(other.getMaxOutputTokens());
+      }
+      if (!other.unenforcedKeywords_.isEmpty()) {
+        if (unenforcedKeywords_.isEmpty()) {
+          unenforcedKeywords_ = other.unenforcedKeywords_;
+          bitField0_ |= 0x00080000;
+        } else {
+          ensureUnenforcedKeywordsIsMutable();
+          unenforcedKeywords_.addAll(other.unenforcedKeywords_);
+        }
+        onChanged();
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1965,26 +1947,31 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000020;
               break;
             } // case 50
-            case 58: {
-              input.readMessage(
-                  getUsageFieldBuilder().getBuilder(),
-                  extensionRegistry);
+            case 56: {
+              stopTokenId_ = input.readInt32();
               bitField0_ |= 0x00000040;
               break;
-            } // case 58
+            } // case 56
             case 66: {
               input.readMessage(
-                  getCacheFieldBuilder().getBuilder(),
+                  getUsageFieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000080;
               break;
             } // case 66
-            case 72: {
-              seed_ = input.readUInt64();
+            case 74: {
+              input.readMessage(
+                  getCacheFieldBuilder().getBuilder(),
+                  extensionRegistry);
               bitField0_ |= 0x00000100;
               break;
-            } // case 72
-            case 82: {
+            } // case 74
+            case 80: {
+              seed_ = input.readUInt64();
+              bitField0_ |= 0x00000200;
+              break;
+            } // case 80
+            case 90: {
               dev.icehouse.v1.ToolCall m =
                   input.readMessage(
                       dev.icehouse.v1.ToolCall.parser(),
@@ -1996,80 +1983,8 @@ private static final long serialVersionUID = 0L;
                 toolCallsBuilder_.addMessage(m);
               }
               break;
-            } // case 82
-            case 90: {
-              reasoning_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00000400;
-              break;
             } // case 90
             case 98: {
-              dev.icehouse.v1.TokenLogprobs m =
-                  input.readMessage(
-                      dev.icehouse.v1.TokenLogprobs.parser(),
-                      extensionRegistry);
-              if (logprobsBuilder_ == null) {
-                ensureLogprobsIsMutable();
-                logprobs_.add(m);
-              } else {
-                logprobsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 98
-            case 106: {
-              dev.icehouse.v1.TokenLogprobs m =
-                  input.readMessage(
-                      dev.icehouse.v1.TokenLogprobs.parser(),
-                      extensionRegistry);
-              if (promptLogprobsBuilder_ == null) {
-                ensurePromptLogprobsIsMutable();
-                promptLogprobs_.add(m);
-              } else {
-                promptLogprobsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 106
-            case 114: {
-              dev.icehouse.v1.Completion m =
-                  input.readMessage(
-                      dev.icehouse.v1.Completion.parser(),
-                      extensionRegistry);
-              if (completionsBuilder_ == null) {
-                ensureCompletionsIsMutable();
-                completions_.add(m);
-              } else {
-                completionsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 114
-            case 120: {
-              stopTokenId_ = input.readInt32();
-              bitField0_ |= 0x00004000;
-              break;
-            } // case 120
-            case 130: {
-              input.readMessage(
-                  getCreateTimeFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00008000;
-              break;
-            } // case 130
-            case 138: {
-              systemFingerprint_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00010000;
-              break;
-            } // case 138
-            case 144: {
-              maxOutputTokens_ = input.readInt32();
-              bitField0_ |= 0x00020000;
-              break;
-            } // case 144
-            case 154: {
-              java.lang.String s = input.readStringRequireUtf8();
-              ensureUnenforcedKeywordsIsMutable();
-              unenforcedKeywords_.add(s);
-              break;
-            } // case 154
-            case 242: {
               dev.icehouse.v1.MalformedToolCall m =
                   input.readMessage(
                       dev.icehouse.v1.MalformedToolCall.parser(),
@@ -2081,7 +1996,74 @@ private static final long serialVersionUID = 0L;
                 malformedToolCallsBuilder_.addMessage(m);
               }
               break;
-            } // case 242
+            } // case 98
+            case 106: {
+              reasoning_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 106
+            case 114: {
+              dev.icehouse.v1.TokenLogprobs m =
+                  input.readMessage(
+                      dev.icehouse.v1.TokenLogprobs.parser(),
+                      extensionRegistry);
+              if (logprobsBuilder_ == null) {
+                ensureLogprobsIsMutable();
+                logprobs_.add(m);
+              } else {
+                logprobsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 114
+            case 122: {
+              dev.icehouse.v1.TokenLogprobs m =
+                  input.readMessage(
+                      dev.icehouse.v1.TokenLogprobs.parser(),
+                      extensionRegistry);
+              if (promptLogprobsBuilder_ == null) {
+                ensurePromptLogprobsIsMutable();
+                promptLogprobs_.add(m);
+              } else {
+                promptLogprobsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 122
+            case 130: {
+              dev.icehouse.v1.Completion m =
+                  input.readMessage(
+                      dev.icehouse.v1.Completion.parser(),
+                      extensionRegistry);
+              if (completionsBuilder_ == null) {
+                ensureCompletionsIsMutable();
+                completions_.add(m);
+              } else {
+                completionsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 130
+            case 138: {
+              input.readMessage(
+                  getReceiveTimeFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00010000;
+              break;
+            } // case 138
+            case 146: {
+              systemFingerprint_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00020000;
+              break;
+            } // case 146
+            case 152: {
+              maxOutputTokens_ = input.readInt32();
+              bitField0_ |= 0x00040000;
+              break;
+            } // case 152
+            case 162: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureUnenforcedKeywordsIsMutable();
+              unenforcedKeywords_.add(s);
+              break;
+            } // case 162
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2102,7 +2084,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2122,7 +2104,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2143,7 +2125,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2160,7 +2142,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2174,7 +2156,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -2286,7 +2268,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object text_ = "";
     /**
      * <pre>
-     * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+     * The generated text, without the prompt and without a stop string. For a chat: what the model says,
      * without its reasoning, its tool calls and the markers around them.
      * </pre>
      *
@@ -2307,7 +2289,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+     * The generated text, without the prompt and without a stop string. For a chat: what the model says,
      * without its reasoning, its tool calls and the markers around them.
      * </pre>
      *
@@ -2329,7 +2311,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+     * The generated text, without the prompt and without a stop string. For a chat: what the model says,
      * without its reasoning, its tool calls and the markers around them.
      * </pre>
      *
@@ -2347,7 +2329,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+     * The generated text, without the prompt and without a stop string. For a chat: what the model says,
      * without its reasoning, its tool calls and the markers around them.
      * </pre>
      *
@@ -2362,7 +2344,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+     * The generated text, without the prompt and without a stop string. For a chat: what the model says,
      * without its reasoning, its tool calls and the markers around them.
      * </pre>
      *
@@ -2495,7 +2477,7 @@ private static final long serialVersionUID = 0L;
     private int finishReason_ = 0;
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -2506,7 +2488,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -2521,7 +2503,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -2534,7 +2516,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -2552,7 +2534,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why it ended.
+     * Why the output ended.
      * </pre>
      *
      * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -2568,21 +2550,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object stopString_ = "";
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 6;</code>
-     * @return Whether the stopString field is set.
-     */
-    public boolean hasStopString() {
-      return ((bitField0_ & 0x00000020) != 0);
-    }
-    /**
-     * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional string stop_string = 6;</code>
+     * <code>string stop_string = 6;</code>
      * @return The stopString.
      */
     public java.lang.String getStopString() {
@@ -2599,10 +2570,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 6;</code>
+     * <code>string stop_string = 6;</code>
      * @return The bytes for stopString.
      */
     public com.google.protobuf.ByteString
@@ -2620,10 +2591,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 6;</code>
+     * <code>string stop_string = 6;</code>
      * @param value The stopString to set.
      * @return This builder for chaining.
      */
@@ -2637,10 +2608,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 6;</code>
+     * <code>string stop_string = 6;</code>
      * @return This builder for chaining.
      */
     public Builder clearStopString() {
@@ -2651,10 +2622,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The stop string that ended it. Absent: it ended otherwise.
+     * The stop string that ended the output. Empty: it ended otherwise.
      * </pre>
      *
-     * <code>optional string stop_string = 6;</code>
+     * <code>string stop_string = 6;</code>
      * @param value The bytes for stopString to set.
      * @return This builder for chaining.
      */
@@ -2668,26 +2639,86 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
+    private int stopTokenId_ ;
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 7;</code>
+     * @return Whether the stopTokenId field is set.
+     */
+    @java.lang.Override
+    public boolean hasStopTokenId() {
+      return ((bitField0_ & 0x00000040) != 0);
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 7;</code>
+     * @return The stopTokenId.
+     */
+    @java.lang.Override
+    public int getStopTokenId() {
+      return stopTokenId_;
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 7;</code>
+     * @param value The stopTokenId to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStopTokenId(int value) {
+
+      stopTokenId_ = value;
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+     * Not set: it ended otherwise.
+     * </pre>
+     *
+     * <code>optional int32 stop_token_id = 7;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearStopTokenId() {
+      bitField0_ = (bitField0_ & ~0x00000040);
+      stopTokenId_ = 0;
+      onChanged();
+      return this;
+    }
+
     private dev.icehouse.v1.Usage usage_;
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> usageBuilder_;
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      * @return Whether the usage field is set.
      */
     public boolean hasUsage() {
-      return ((bitField0_ & 0x00000040) != 0);
+      return ((bitField0_ & 0x00000080) != 0);
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      * @return The usage.
      */
     public dev.icehouse.v1.Usage getUsage() {
@@ -2699,10 +2730,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public Builder setUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
@@ -2713,16 +2744,16 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public Builder setUsage(
         dev.icehouse.v1.Usage.Builder builderForValue) {
@@ -2731,20 +2762,20 @@ private static final long serialVersionUID = 0L;
       } else {
         usageBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public Builder mergeUsage(dev.icehouse.v1.Usage value) {
       if (usageBuilder_ == null) {
-        if (((bitField0_ & 0x00000040) != 0) &&
+        if (((bitField0_ & 0x00000080) != 0) &&
           usage_ != null &&
           usage_ != dev.icehouse.v1.Usage.getDefaultInstance()) {
           getUsageBuilder().mergeFrom(value);
@@ -2755,20 +2786,20 @@ private static final long serialVersionUID = 0L;
         usageBuilder_.mergeFrom(value);
       }
       if (usage_ != null) {
-        bitField0_ |= 0x00000040;
+        bitField0_ |= 0x00000080;
         onChanged();
       }
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public Builder clearUsage() {
-      bitField0_ = (bitField0_ & ~0x00000040);
+      bitField0_ = (bitField0_ & ~0x00000080);
       usage_ = null;
       if (usageBuilder_ != null) {
         usageBuilder_.dispose();
@@ -2779,22 +2810,22 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public dev.icehouse.v1.Usage.Builder getUsageBuilder() {
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000080;
       onChanged();
       return getUsageFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
       if (usageBuilder_ != null) {
@@ -2806,10 +2837,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it cost.
+     * What the request cost.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 7;</code>
+     * <code>.icehouse.v1.Usage usage = 8;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> 
@@ -2833,18 +2864,18 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00000080) != 0);
+      return ((bitField0_ & 0x00000100) != 0);
     }
     /**
      * <pre>
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CacheReport getCache() {
@@ -2859,7 +2890,7 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public Builder setCache(dev.icehouse.v1.CacheReport value) {
       if (cacheBuilder_ == null) {
@@ -2870,7 +2901,7 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }
@@ -2879,7 +2910,7 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CacheReport.Builder builderForValue) {
@@ -2888,7 +2919,7 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }
@@ -2897,11 +2928,11 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CacheReport value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000080) != 0) &&
+        if (((bitField0_ & 0x00000100) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CacheReport.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -2912,7 +2943,7 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00000080;
+        bitField0_ |= 0x00000100;
         onChanged();
       }
       return this;
@@ -2922,10 +2953,10 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000080);
+      bitField0_ = (bitField0_ & ~0x00000100);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -2939,10 +2970,10 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public dev.icehouse.v1.CacheReport.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000080;
+      bitField0_ |= 0x00000100;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
@@ -2951,7 +2982,7 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -2966,7 +2997,7 @@ private static final long serialVersionUID = 0L;
      * What was reused of the prompt.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 8;</code>
+     * <code>.icehouse.v1.CacheReport cache = 9;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> 
@@ -2988,7 +3019,7 @@ private static final long serialVersionUID = 0L;
      * The seed that was used, the request's or the one drawn for it.
      * </pre>
      *
-     * <code>uint64 seed = 9;</code>
+     * <code>uint64 seed = 10;</code>
      * @return The seed.
      */
     @java.lang.Override
@@ -3000,14 +3031,14 @@ private static final long serialVersionUID = 0L;
      * The seed that was used, the request's or the one drawn for it.
      * </pre>
      *
-     * <code>uint64 seed = 9;</code>
+     * <code>uint64 seed = 10;</code>
      * @param value The seed to set.
      * @return This builder for chaining.
      */
     public Builder setSeed(long value) {
 
       seed_ = value;
-      bitField0_ |= 0x00000100;
+      bitField0_ |= 0x00000200;
       onChanged();
       return this;
     }
@@ -3016,11 +3047,11 @@ private static final long serialVersionUID = 0L;
      * The seed that was used, the request's or the one drawn for it.
      * </pre>
      *
-     * <code>uint64 seed = 9;</code>
+     * <code>uint64 seed = 10;</code>
      * @return This builder for chaining.
      */
     public Builder clearSeed() {
-      bitField0_ = (bitField0_ & ~0x00000100);
+      bitField0_ = (bitField0_ & ~0x00000200);
       seed_ = 0L;
       onChanged();
       return this;
@@ -3029,9 +3060,9 @@ private static final long serialVersionUID = 0L;
     private java.util.List<dev.icehouse.v1.ToolCall> toolCalls_ =
       java.util.Collections.emptyList();
     private void ensureToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00000200) != 0)) {
+      if (!((bitField0_ & 0x00000400) != 0)) {
         toolCalls_ = new java.util.ArrayList<dev.icehouse.v1.ToolCall>(toolCalls_);
-        bitField0_ |= 0x00000200;
+        bitField0_ |= 0x00000400;
        }
     }
 
@@ -3041,10 +3072,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public java.util.List<dev.icehouse.v1.ToolCall> getToolCallsList() {
       if (toolCallsBuilder_ == null) {
@@ -3056,10 +3087,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public int getToolCallsCount() {
       if (toolCallsBuilder_ == null) {
@@ -3071,10 +3102,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public dev.icehouse.v1.ToolCall getToolCalls(int index) {
       if (toolCallsBuilder_ == null) {
@@ -3086,10 +3117,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder setToolCalls(
         int index, dev.icehouse.v1.ToolCall value) {
@@ -3108,10 +3139,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder setToolCalls(
         int index, dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -3127,10 +3158,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder addToolCalls(dev.icehouse.v1.ToolCall value) {
       if (toolCallsBuilder_ == null) {
@@ -3148,10 +3179,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder addToolCalls(
         int index, dev.icehouse.v1.ToolCall value) {
@@ -3170,10 +3201,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder addToolCalls(
         dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -3189,10 +3220,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder addToolCalls(
         int index, dev.icehouse.v1.ToolCall.Builder builderForValue) {
@@ -3208,10 +3239,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder addAllToolCalls(
         java.lang.Iterable<? extends dev.icehouse.v1.ToolCall> values) {
@@ -3228,15 +3259,15 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder clearToolCalls() {
       if (toolCallsBuilder_ == null) {
         toolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000200);
+        bitField0_ = (bitField0_ & ~0x00000400);
         onChanged();
       } else {
         toolCallsBuilder_.clear();
@@ -3246,10 +3277,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public Builder removeToolCalls(int index) {
       if (toolCallsBuilder_ == null) {
@@ -3264,10 +3295,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder getToolCallsBuilder(
         int index) {
@@ -3276,10 +3307,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
         int index) {
@@ -3291,10 +3322,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
          getToolCallsOrBuilderList() {
@@ -3307,10 +3338,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder addToolCallsBuilder() {
       return getToolCallsFieldBuilder().addBuilder(
@@ -3319,10 +3350,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public dev.icehouse.v1.ToolCall.Builder addToolCallsBuilder(
         int index) {
@@ -3332,10 +3363,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-     * the output. Absent: none.
+     * the output.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+     * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
      */
     public java.util.List<dev.icehouse.v1.ToolCall.Builder> 
          getToolCallsBuilderList() {
@@ -3348,7 +3379,7 @@ private static final long serialVersionUID = 0L;
         toolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.ToolCall, dev.icehouse.v1.ToolCall.Builder, dev.icehouse.v1.ToolCallOrBuilder>(
                 toolCalls_,
-                ((bitField0_ & 0x00000200) != 0),
+                ((bitField0_ & 0x00000400) != 0),
                 getParentForChildren(),
                 isClean());
         toolCalls_ = null;
@@ -3356,1581 +3387,12 @@ private static final long serialVersionUID = 0L;
       return toolCallsBuilder_;
     }
 
-    private java.lang.Object reasoning_ = "";
-    /**
-     * <pre>
-     * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-     * reasoning. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 11;</code>
-     * @return The reasoning.
-     */
-    public java.lang.String getReasoning() {
-      java.lang.Object ref = reasoning_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        reasoning_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-     * reasoning. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 11;</code>
-     * @return The bytes for reasoning.
-     */
-    public com.google.protobuf.ByteString
-        getReasoningBytes() {
-      java.lang.Object ref = reasoning_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        reasoning_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-     * reasoning. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 11;</code>
-     * @param value The reasoning to set.
-     * @return This builder for chaining.
-     */
-    public Builder setReasoning(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      reasoning_ = value;
-      bitField0_ |= 0x00000400;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-     * reasoning. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 11;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearReasoning() {
-      reasoning_ = getDefaultInstance().getReasoning();
-      bitField0_ = (bitField0_ & ~0x00000400);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-     * reasoning. Absent: none.
-     * </pre>
-     *
-     * <code>string reasoning = 11;</code>
-     * @param value The bytes for reasoning to set.
-     * @return This builder for chaining.
-     */
-    public Builder setReasoningBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      reasoning_ = value;
-      bitField0_ |= 0x00000400;
-      onChanged();
-      return this;
-    }
-
-    private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_ =
-      java.util.Collections.emptyList();
-    private void ensureLogprobsIsMutable() {
-      if (!((bitField0_ & 0x00000800) != 0)) {
-        logprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(logprobs_);
-        bitField0_ |= 0x00000800;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> logprobsBuilder_;
-
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
-      if (logprobsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(logprobs_);
-      } else {
-        return logprobsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public int getLogprobsCount() {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.size();
-      } else {
-        return logprobsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.get(index);
-      } else {
-        return logprobsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder setLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.set(index, value);
-        onChanged();
-      } else {
-        logprobsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder setLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder addLogprobs(dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.add(value);
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder addLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (logprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureLogprobsIsMutable();
-        logprobs_.add(index, value);
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder addLogprobs(
-        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.add(builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder addLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        logprobsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder addAllLogprobs(
-        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, logprobs_);
-        onChanged();
-      } else {
-        logprobsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder clearLogprobs() {
-      if (logprobsBuilder_ == null) {
-        logprobs_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000800);
-        onChanged();
-      } else {
-        logprobsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public Builder removeLogprobs(int index) {
-      if (logprobsBuilder_ == null) {
-        ensureLogprobsIsMutable();
-        logprobs_.remove(index);
-        onChanged();
-      } else {
-        logprobsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder getLogprobsBuilder(
-        int index) {
-      return getLogprobsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
-        int index) {
-      if (logprobsBuilder_ == null) {
-        return logprobs_.get(index);  } else {
-        return logprobsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
-         getLogprobsOrBuilderList() {
-      if (logprobsBuilder_ != null) {
-        return logprobsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(logprobs_);
-      }
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder() {
-      return getLogprobsFieldBuilder().addBuilder(
-          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder(
-        int index) {
-      return getLogprobsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each of `token_ids`. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
-         getLogprobsBuilderList() {
-      return getLogprobsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
-        getLogprobsFieldBuilder() {
-      if (logprobsBuilder_ == null) {
-        logprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
-                logprobs_,
-                ((bitField0_ & 0x00000800) != 0),
-                getParentForChildren(),
-                isClean());
-        logprobs_ = null;
-      }
-      return logprobsBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.TokenLogprobs> promptLogprobs_ =
-      java.util.Collections.emptyList();
-    private void ensurePromptLogprobsIsMutable() {
-      if (!((bitField0_ & 0x00001000) != 0)) {
-        promptLogprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(promptLogprobs_);
-        bitField0_ |= 0x00001000;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> promptLogprobsBuilder_;
-
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs> getPromptLogprobsList() {
-      if (promptLogprobsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(promptLogprobs_);
-      } else {
-        return promptLogprobsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public int getPromptLogprobsCount() {
-      if (promptLogprobsBuilder_ == null) {
-        return promptLogprobs_.size();
-      } else {
-        return promptLogprobsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs getPromptLogprobs(int index) {
-      if (promptLogprobsBuilder_ == null) {
-        return promptLogprobs_.get(index);
-      } else {
-        return promptLogprobsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder setPromptLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (promptLogprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.set(index, value);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder setPromptLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (promptLogprobsBuilder_ == null) {
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder addPromptLogprobs(dev.icehouse.v1.TokenLogprobs value) {
-      if (promptLogprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.add(value);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder addPromptLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs value) {
-      if (promptLogprobsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.add(index, value);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder addPromptLogprobs(
-        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (promptLogprobsBuilder_ == null) {
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.add(builderForValue.build());
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder addPromptLogprobs(
-        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
-      if (promptLogprobsBuilder_ == null) {
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder addAllPromptLogprobs(
-        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
-      if (promptLogprobsBuilder_ == null) {
-        ensurePromptLogprobsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, promptLogprobs_);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder clearPromptLogprobs() {
-      if (promptLogprobsBuilder_ == null) {
-        promptLogprobs_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00001000);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public Builder removePromptLogprobs(int index) {
-      if (promptLogprobsBuilder_ == null) {
-        ensurePromptLogprobsIsMutable();
-        promptLogprobs_.remove(index);
-        onChanged();
-      } else {
-        promptLogprobsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder getPromptLogprobsBuilder(
-        int index) {
-      return getPromptLogprobsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobsOrBuilder getPromptLogprobsOrBuilder(
-        int index) {
-      if (promptLogprobsBuilder_ == null) {
-        return promptLogprobs_.get(index);  } else {
-        return promptLogprobsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
-         getPromptLogprobsOrBuilderList() {
-      if (promptLogprobsBuilder_ != null) {
-        return promptLogprobsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(promptLogprobs_);
-      }
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addPromptLogprobsBuilder() {
-      return getPromptLogprobsFieldBuilder().addBuilder(
-          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public dev.icehouse.v1.TokenLogprobs.Builder addPromptLogprobsBuilder(
-        int index) {
-      return getPromptLogprobsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
-     */
-    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
-         getPromptLogprobsBuilderList() {
-      return getPromptLogprobsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
-        getPromptLogprobsFieldBuilder() {
-      if (promptLogprobsBuilder_ == null) {
-        promptLogprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
-                promptLogprobs_,
-                ((bitField0_ & 0x00001000) != 0),
-                getParentForChildren(),
-                isClean());
-        promptLogprobs_ = null;
-      }
-      return promptLogprobsBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.Completion> completions_ =
-      java.util.Collections.emptyList();
-    private void ensureCompletionsIsMutable() {
-      if (!((bitField0_ & 0x00002000) != 0)) {
-        completions_ = new java.util.ArrayList<dev.icehouse.v1.Completion>(completions_);
-        bitField0_ |= 0x00002000;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder> completionsBuilder_;
-
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Completion> getCompletionsList() {
-      if (completionsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(completions_);
-      } else {
-        return completionsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public int getCompletionsCount() {
-      if (completionsBuilder_ == null) {
-        return completions_.size();
-      } else {
-        return completionsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public dev.icehouse.v1.Completion getCompletions(int index) {
-      if (completionsBuilder_ == null) {
-        return completions_.get(index);
-      } else {
-        return completionsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder setCompletions(
-        int index, dev.icehouse.v1.Completion value) {
-      if (completionsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureCompletionsIsMutable();
-        completions_.set(index, value);
-        onChanged();
-      } else {
-        completionsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder setCompletions(
-        int index, dev.icehouse.v1.Completion.Builder builderForValue) {
-      if (completionsBuilder_ == null) {
-        ensureCompletionsIsMutable();
-        completions_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        completionsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder addCompletions(dev.icehouse.v1.Completion value) {
-      if (completionsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureCompletionsIsMutable();
-        completions_.add(value);
-        onChanged();
-      } else {
-        completionsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder addCompletions(
-        int index, dev.icehouse.v1.Completion value) {
-      if (completionsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureCompletionsIsMutable();
-        completions_.add(index, value);
-        onChanged();
-      } else {
-        completionsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder addCompletions(
-        dev.icehouse.v1.Completion.Builder builderForValue) {
-      if (completionsBuilder_ == null) {
-        ensureCompletionsIsMutable();
-        completions_.add(builderForValue.build());
-        onChanged();
-      } else {
-        completionsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder addCompletions(
-        int index, dev.icehouse.v1.Completion.Builder builderForValue) {
-      if (completionsBuilder_ == null) {
-        ensureCompletionsIsMutable();
-        completions_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        completionsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder addAllCompletions(
-        java.lang.Iterable<? extends dev.icehouse.v1.Completion> values) {
-      if (completionsBuilder_ == null) {
-        ensureCompletionsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, completions_);
-        onChanged();
-      } else {
-        completionsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder clearCompletions() {
-      if (completionsBuilder_ == null) {
-        completions_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00002000);
-        onChanged();
-      } else {
-        completionsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public Builder removeCompletions(int index) {
-      if (completionsBuilder_ == null) {
-        ensureCompletionsIsMutable();
-        completions_.remove(index);
-        onChanged();
-      } else {
-        completionsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public dev.icehouse.v1.Completion.Builder getCompletionsBuilder(
-        int index) {
-      return getCompletionsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public dev.icehouse.v1.CompletionOrBuilder getCompletionsOrBuilder(
-        int index) {
-      if (completionsBuilder_ == null) {
-        return completions_.get(index);  } else {
-        return completionsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.CompletionOrBuilder> 
-         getCompletionsOrBuilderList() {
-      if (completionsBuilder_ != null) {
-        return completionsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(completions_);
-      }
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public dev.icehouse.v1.Completion.Builder addCompletionsBuilder() {
-      return getCompletionsFieldBuilder().addBuilder(
-          dev.icehouse.v1.Completion.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public dev.icehouse.v1.Completion.Builder addCompletionsBuilder(
-        int index) {
-      return getCompletionsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.Completion.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Every completion in order, the first one included. Absent: the request left `completions` unset.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Completion completions = 14;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Completion.Builder> 
-         getCompletionsBuilderList() {
-      return getCompletionsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder> 
-        getCompletionsFieldBuilder() {
-      if (completionsBuilder_ == null) {
-        completionsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder>(
-                completions_,
-                ((bitField0_ & 0x00002000) != 0),
-                getParentForChildren(),
-                isClean());
-        completions_ = null;
-      }
-      return completionsBuilder_;
-    }
-
-    private int stopTokenId_ ;
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 15;</code>
-     * @return Whether the stopTokenId field is set.
-     */
-    @java.lang.Override
-    public boolean hasStopTokenId() {
-      return ((bitField0_ & 0x00004000) != 0);
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 15;</code>
-     * @return The stopTokenId.
-     */
-    @java.lang.Override
-    public int getStopTokenId() {
-      return stopTokenId_;
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 15;</code>
-     * @param value The stopTokenId to set.
-     * @return This builder for chaining.
-     */
-    public Builder setStopTokenId(int value) {
-
-      stopTokenId_ = value;
-      bitField0_ |= 0x00004000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-     * Absent: it ended otherwise.
-     * </pre>
-     *
-     * <code>optional int32 stop_token_id = 15;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearStopTokenId() {
-      bitField0_ = (bitField0_ & ~0x00004000);
-      stopTokenId_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private com.google.protobuf.Timestamp createTime_;
-    private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> createTimeBuilder_;
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     * @return Whether the createTime field is set.
-     */
-    public boolean hasCreateTime() {
-      return ((bitField0_ & 0x00008000) != 0);
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     * @return The createTime.
-     */
-    public com.google.protobuf.Timestamp getCreateTime() {
-      if (createTimeBuilder_ == null) {
-        return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
-      } else {
-        return createTimeBuilder_.getMessage();
-      }
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public Builder setCreateTime(com.google.protobuf.Timestamp value) {
-      if (createTimeBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        createTime_ = value;
-      } else {
-        createTimeBuilder_.setMessage(value);
-      }
-      bitField0_ |= 0x00008000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public Builder setCreateTime(
-        com.google.protobuf.Timestamp.Builder builderForValue) {
-      if (createTimeBuilder_ == null) {
-        createTime_ = builderForValue.build();
-      } else {
-        createTimeBuilder_.setMessage(builderForValue.build());
-      }
-      bitField0_ |= 0x00008000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public Builder mergeCreateTime(com.google.protobuf.Timestamp value) {
-      if (createTimeBuilder_ == null) {
-        if (((bitField0_ & 0x00008000) != 0) &&
-          createTime_ != null &&
-          createTime_ != com.google.protobuf.Timestamp.getDefaultInstance()) {
-          getCreateTimeBuilder().mergeFrom(value);
-        } else {
-          createTime_ = value;
-        }
-      } else {
-        createTimeBuilder_.mergeFrom(value);
-      }
-      if (createTime_ != null) {
-        bitField0_ |= 0x00008000;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public Builder clearCreateTime() {
-      bitField0_ = (bitField0_ & ~0x00008000);
-      createTime_ = null;
-      if (createTimeBuilder_ != null) {
-        createTimeBuilder_.dispose();
-        createTimeBuilder_ = null;
-      }
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public com.google.protobuf.Timestamp.Builder getCreateTimeBuilder() {
-      bitField0_ |= 0x00008000;
-      onChanged();
-      return getCreateTimeFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    public com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder() {
-      if (createTimeBuilder_ != null) {
-        return createTimeBuilder_.getMessageOrBuilder();
-      } else {
-        return createTime_ == null ?
-            com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
-      }
-    }
-    /**
-     * <pre>
-     * When the request reached the server, by the server's clock.
-     * </pre>
-     *
-     * <code>.google.protobuf.Timestamp create_time = 16;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> 
-        getCreateTimeFieldBuilder() {
-      if (createTimeBuilder_ == null) {
-        createTimeBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder>(
-                getCreateTime(),
-                getParentForChildren(),
-                isClean());
-        createTime_ = null;
-      }
-      return createTimeBuilder_;
-    }
-
-    private java.lang.Object systemFingerprint_ = "";
-    /**
-     * <pre>
-     * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-     * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-     * what reads the model. While it stays, the same request with the same seed is expected to give the same
-     * output; when it changes, outputs may change.
-     * </pre>
-     *
-     * <code>string system_fingerprint = 17;</code>
-     * @return The systemFingerprint.
-     */
-    public java.lang.String getSystemFingerprint() {
-      java.lang.Object ref = systemFingerprint_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        systemFingerprint_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-     * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-     * what reads the model. While it stays, the same request with the same seed is expected to give the same
-     * output; when it changes, outputs may change.
-     * </pre>
-     *
-     * <code>string system_fingerprint = 17;</code>
-     * @return The bytes for systemFingerprint.
-     */
-    public com.google.protobuf.ByteString
-        getSystemFingerprintBytes() {
-      java.lang.Object ref = systemFingerprint_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        systemFingerprint_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-     * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-     * what reads the model. While it stays, the same request with the same seed is expected to give the same
-     * output; when it changes, outputs may change.
-     * </pre>
-     *
-     * <code>string system_fingerprint = 17;</code>
-     * @param value The systemFingerprint to set.
-     * @return This builder for chaining.
-     */
-    public Builder setSystemFingerprint(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      systemFingerprint_ = value;
-      bitField0_ |= 0x00010000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-     * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-     * what reads the model. While it stays, the same request with the same seed is expected to give the same
-     * output; when it changes, outputs may change.
-     * </pre>
-     *
-     * <code>string system_fingerprint = 17;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearSystemFingerprint() {
-      systemFingerprint_ = getDefaultInstance().getSystemFingerprint();
-      bitField0_ = (bitField0_ & ~0x00010000);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-     * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-     * what reads the model. While it stays, the same request with the same seed is expected to give the same
-     * output; when it changes, outputs may change.
-     * </pre>
-     *
-     * <code>string system_fingerprint = 17;</code>
-     * @param value The bytes for systemFingerprint to set.
-     * @return This builder for chaining.
-     */
-    public Builder setSystemFingerprintBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      systemFingerprint_ = value;
-      bitField0_ |= 0x00010000;
-      onChanged();
-      return this;
-    }
-
-    private int maxOutputTokens_ ;
-    /**
-     * <pre>
-     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
-     * the server's limit or the model's context is less.
-     * </pre>
-     *
-     * <code>int32 max_output_tokens = 18;</code>
-     * @return The maxOutputTokens.
-     */
-    @java.lang.Override
-    public int getMaxOutputTokens() {
-      return maxOutputTokens_;
-    }
-    /**
-     * <pre>
-     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
-     * the server's limit or the model's context is less.
-     * </pre>
-     *
-     * <code>int32 max_output_tokens = 18;</code>
-     * @param value The maxOutputTokens to set.
-     * @return This builder for chaining.
-     */
-    public Builder setMaxOutputTokens(int value) {
-
-      maxOutputTokens_ = value;
-      bitField0_ |= 0x00020000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
-     * the server's limit or the model's context is less.
-     * </pre>
-     *
-     * <code>int32 max_output_tokens = 18;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearMaxOutputTokens() {
-      bitField0_ = (bitField0_ & ~0x00020000);
-      maxOutputTokens_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
-        com.google.protobuf.LazyStringArrayList.emptyList();
-    private void ensureUnenforcedKeywordsIsMutable() {
-      if (!unenforcedKeywords_.isModifiable()) {
-        unenforcedKeywords_ = new com.google.protobuf.LazyStringArrayList(unenforcedKeywords_);
-      }
-      bitField0_ |= 0x00040000;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @return A list containing the unenforcedKeywords.
-     */
-    public com.google.protobuf.ProtocolStringList
-        getUnenforcedKeywordsList() {
-      unenforcedKeywords_.makeImmutable();
-      return unenforcedKeywords_;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @return The count of unenforcedKeywords.
-     */
-    public int getUnenforcedKeywordsCount() {
-      return unenforcedKeywords_.size();
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param index The index of the element to return.
-     * @return The unenforcedKeywords at the given index.
-     */
-    public java.lang.String getUnenforcedKeywords(int index) {
-      return unenforcedKeywords_.get(index);
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param index The index of the value to return.
-     * @return The bytes of the unenforcedKeywords at the given index.
-     */
-    public com.google.protobuf.ByteString
-        getUnenforcedKeywordsBytes(int index) {
-      return unenforcedKeywords_.getByteString(index);
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param index The index to set the value at.
-     * @param value The unenforcedKeywords to set.
-     * @return This builder for chaining.
-     */
-    public Builder setUnenforcedKeywords(
-        int index, java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      ensureUnenforcedKeywordsIsMutable();
-      unenforcedKeywords_.set(index, value);
-      bitField0_ |= 0x00040000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param value The unenforcedKeywords to add.
-     * @return This builder for chaining.
-     */
-    public Builder addUnenforcedKeywords(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      ensureUnenforcedKeywordsIsMutable();
-      unenforcedKeywords_.add(value);
-      bitField0_ |= 0x00040000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param values The unenforcedKeywords to add.
-     * @return This builder for chaining.
-     */
-    public Builder addAllUnenforcedKeywords(
-        java.lang.Iterable<java.lang.String> values) {
-      ensureUnenforcedKeywordsIsMutable();
-      com.google.protobuf.AbstractMessageLite.Builder.addAll(
-          values, unenforcedKeywords_);
-      bitField0_ |= 0x00040000;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearUnenforcedKeywords() {
-      unenforcedKeywords_ =
-        com.google.protobuf.LazyStringArrayList.emptyList();
-      bitField0_ = (bitField0_ & ~0x00040000);;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-     * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-     * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
-     * </pre>
-     *
-     * <code>repeated string unenforced_keywords = 19;</code>
-     * @param value The bytes of the unenforcedKeywords to add.
-     * @return This builder for chaining.
-     */
-    public Builder addUnenforcedKeywordsBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      ensureUnenforcedKeywordsIsMutable();
-      unenforcedKeywords_.add(value);
-      bitField0_ |= 0x00040000;
-      onChanged();
-      return this;
-    }
-
     private java.util.List<dev.icehouse.v1.MalformedToolCall> malformedToolCalls_ =
       java.util.Collections.emptyList();
     private void ensureMalformedToolCallsIsMutable() {
-      if (!((bitField0_ & 0x00080000) != 0)) {
+      if (!((bitField0_ & 0x00000800) != 0)) {
         malformedToolCalls_ = new java.util.ArrayList<dev.icehouse.v1.MalformedToolCall>(malformedToolCalls_);
-        bitField0_ |= 0x00080000;
+        bitField0_ |= 0x00000800;
        }
     }
 
@@ -4939,10 +3401,10 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public java.util.List<dev.icehouse.v1.MalformedToolCall> getMalformedToolCallsList() {
       if (malformedToolCallsBuilder_ == null) {
@@ -4953,10 +3415,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public int getMalformedToolCallsCount() {
       if (malformedToolCallsBuilder_ == null) {
@@ -4967,10 +3429,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index) {
       if (malformedToolCallsBuilder_ == null) {
@@ -4981,10 +3443,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder setMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall value) {
@@ -5002,10 +3464,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder setMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -5020,10 +3482,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder addMalformedToolCalls(dev.icehouse.v1.MalformedToolCall value) {
       if (malformedToolCallsBuilder_ == null) {
@@ -5040,10 +3502,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder addMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall value) {
@@ -5061,10 +3523,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder addMalformedToolCalls(
         dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -5079,10 +3541,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder addMalformedToolCalls(
         int index, dev.icehouse.v1.MalformedToolCall.Builder builderForValue) {
@@ -5097,10 +3559,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder addAllMalformedToolCalls(
         java.lang.Iterable<? extends dev.icehouse.v1.MalformedToolCall> values) {
@@ -5116,15 +3578,15 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder clearMalformedToolCalls() {
       if (malformedToolCallsBuilder_ == null) {
         malformedToolCalls_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00080000);
+        bitField0_ = (bitField0_ & ~0x00000800);
         onChanged();
       } else {
         malformedToolCallsBuilder_.clear();
@@ -5133,10 +3595,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public Builder removeMalformedToolCalls(int index) {
       if (malformedToolCallsBuilder_ == null) {
@@ -5150,10 +3612,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder getMalformedToolCallsBuilder(
         int index) {
@@ -5161,10 +3623,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
         int index) {
@@ -5175,10 +3637,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
          getMalformedToolCallsOrBuilderList() {
@@ -5190,10 +3652,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder addMalformedToolCallsBuilder() {
       return getMalformedToolCallsFieldBuilder().addBuilder(
@@ -5201,10 +3663,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public dev.icehouse.v1.MalformedToolCall.Builder addMalformedToolCallsBuilder(
         int index) {
@@ -5213,10 +3675,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
+     * Parts of `text` that began as tool calls and cannot be parsed.
      * </pre>
      *
-     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
+     * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
      */
     public java.util.List<dev.icehouse.v1.MalformedToolCall.Builder> 
          getMalformedToolCallsBuilderList() {
@@ -5229,12 +3691,1521 @@ private static final long serialVersionUID = 0L;
         malformedToolCallsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
             dev.icehouse.v1.MalformedToolCall, dev.icehouse.v1.MalformedToolCall.Builder, dev.icehouse.v1.MalformedToolCallOrBuilder>(
                 malformedToolCalls_,
-                ((bitField0_ & 0x00080000) != 0),
+                ((bitField0_ & 0x00000800) != 0),
                 getParentForChildren(),
                 isClean());
         malformedToolCalls_ = null;
       }
       return malformedToolCallsBuilder_;
+    }
+
+    private java.lang.Object reasoning_ = "";
+    /**
+     * <pre>
+     * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+     * reasoning. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 13;</code>
+     * @return The reasoning.
+     */
+    public java.lang.String getReasoning() {
+      java.lang.Object ref = reasoning_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        reasoning_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+     * reasoning. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 13;</code>
+     * @return The bytes for reasoning.
+     */
+    public com.google.protobuf.ByteString
+        getReasoningBytes() {
+      java.lang.Object ref = reasoning_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        reasoning_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+     * reasoning. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 13;</code>
+     * @param value The reasoning to set.
+     * @return This builder for chaining.
+     */
+    public Builder setReasoning(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      reasoning_ = value;
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+     * reasoning. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 13;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearReasoning() {
+      reasoning_ = getDefaultInstance().getReasoning();
+      bitField0_ = (bitField0_ & ~0x00001000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+     * reasoning. Empty: none.
+     * </pre>
+     *
+     * <code>string reasoning = 13;</code>
+     * @param value The bytes for reasoning to set.
+     * @return This builder for chaining.
+     */
+    public Builder setReasoningBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      reasoning_ = value;
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+
+    private java.util.List<dev.icehouse.v1.TokenLogprobs> logprobs_ =
+      java.util.Collections.emptyList();
+    private void ensureLogprobsIsMutable() {
+      if (!((bitField0_ & 0x00002000) != 0)) {
+        logprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(logprobs_);
+        bitField0_ |= 0x00002000;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> logprobsBuilder_;
+
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs> getLogprobsList() {
+      if (logprobsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(logprobs_);
+      } else {
+        return logprobsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public int getLogprobsCount() {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.size();
+      } else {
+        return logprobsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs getLogprobs(int index) {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.get(index);
+      } else {
+        return logprobsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder setLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.set(index, value);
+        onChanged();
+      } else {
+        logprobsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder setLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder addLogprobs(dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.add(value);
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder addLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (logprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureLogprobsIsMutable();
+        logprobs_.add(index, value);
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder addLogprobs(
+        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.add(builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder addLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        logprobsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder addAllLogprobs(
+        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, logprobs_);
+        onChanged();
+      } else {
+        logprobsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder clearLogprobs() {
+      if (logprobsBuilder_ == null) {
+        logprobs_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00002000);
+        onChanged();
+      } else {
+        logprobsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public Builder removeLogprobs(int index) {
+      if (logprobsBuilder_ == null) {
+        ensureLogprobsIsMutable();
+        logprobs_.remove(index);
+        onChanged();
+      } else {
+        logprobsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder getLogprobsBuilder(
+        int index) {
+      return getLogprobsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
+        int index) {
+      if (logprobsBuilder_ == null) {
+        return logprobs_.get(index);  } else {
+        return logprobsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
+         getLogprobsOrBuilderList() {
+      if (logprobsBuilder_ != null) {
+        return logprobsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(logprobs_);
+      }
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder() {
+      return getLogprobsFieldBuilder().addBuilder(
+          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addLogprobsBuilder(
+        int index) {
+      return getLogprobsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each of `token_ids`. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
+         getLogprobsBuilderList() {
+      return getLogprobsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
+        getLogprobsFieldBuilder() {
+      if (logprobsBuilder_ == null) {
+        logprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
+                logprobs_,
+                ((bitField0_ & 0x00002000) != 0),
+                getParentForChildren(),
+                isClean());
+        logprobs_ = null;
+      }
+      return logprobsBuilder_;
+    }
+
+    private java.util.List<dev.icehouse.v1.TokenLogprobs> promptLogprobs_ =
+      java.util.Collections.emptyList();
+    private void ensurePromptLogprobsIsMutable() {
+      if (!((bitField0_ & 0x00004000) != 0)) {
+        promptLogprobs_ = new java.util.ArrayList<dev.icehouse.v1.TokenLogprobs>(promptLogprobs_);
+        bitField0_ |= 0x00004000;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> promptLogprobsBuilder_;
+
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs> getPromptLogprobsList() {
+      if (promptLogprobsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(promptLogprobs_);
+      } else {
+        return promptLogprobsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public int getPromptLogprobsCount() {
+      if (promptLogprobsBuilder_ == null) {
+        return promptLogprobs_.size();
+      } else {
+        return promptLogprobsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs getPromptLogprobs(int index) {
+      if (promptLogprobsBuilder_ == null) {
+        return promptLogprobs_.get(index);
+      } else {
+        return promptLogprobsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder setPromptLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (promptLogprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.set(index, value);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder setPromptLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (promptLogprobsBuilder_ == null) {
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder addPromptLogprobs(dev.icehouse.v1.TokenLogprobs value) {
+      if (promptLogprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.add(value);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder addPromptLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs value) {
+      if (promptLogprobsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.add(index, value);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder addPromptLogprobs(
+        dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (promptLogprobsBuilder_ == null) {
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.add(builderForValue.build());
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder addPromptLogprobs(
+        int index, dev.icehouse.v1.TokenLogprobs.Builder builderForValue) {
+      if (promptLogprobsBuilder_ == null) {
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder addAllPromptLogprobs(
+        java.lang.Iterable<? extends dev.icehouse.v1.TokenLogprobs> values) {
+      if (promptLogprobsBuilder_ == null) {
+        ensurePromptLogprobsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, promptLogprobs_);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder clearPromptLogprobs() {
+      if (promptLogprobsBuilder_ == null) {
+        promptLogprobs_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00004000);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public Builder removePromptLogprobs(int index) {
+      if (promptLogprobsBuilder_ == null) {
+        ensurePromptLogprobsIsMutable();
+        promptLogprobs_.remove(index);
+        onChanged();
+      } else {
+        promptLogprobsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder getPromptLogprobsBuilder(
+        int index) {
+      return getPromptLogprobsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobsOrBuilder getPromptLogprobsOrBuilder(
+        int index) {
+      if (promptLogprobsBuilder_ == null) {
+        return promptLogprobs_.get(index);  } else {
+        return promptLogprobsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
+         getPromptLogprobsOrBuilderList() {
+      if (promptLogprobsBuilder_ != null) {
+        return promptLogprobsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(promptLogprobs_);
+      }
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addPromptLogprobsBuilder() {
+      return getPromptLogprobsFieldBuilder().addBuilder(
+          dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public dev.icehouse.v1.TokenLogprobs.Builder addPromptLogprobsBuilder(
+        int index) {
+      return getPromptLogprobsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.TokenLogprobs.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One for each prompt token but the first, which nothing precedes. Empty: not requested.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
+     */
+    public java.util.List<dev.icehouse.v1.TokenLogprobs.Builder> 
+         getPromptLogprobsBuilderList() {
+      return getPromptLogprobsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder> 
+        getPromptLogprobsFieldBuilder() {
+      if (promptLogprobsBuilder_ == null) {
+        promptLogprobsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.TokenLogprobs, dev.icehouse.v1.TokenLogprobs.Builder, dev.icehouse.v1.TokenLogprobsOrBuilder>(
+                promptLogprobs_,
+                ((bitField0_ & 0x00004000) != 0),
+                getParentForChildren(),
+                isClean());
+        promptLogprobs_ = null;
+      }
+      return promptLogprobsBuilder_;
+    }
+
+    private java.util.List<dev.icehouse.v1.Completion> completions_ =
+      java.util.Collections.emptyList();
+    private void ensureCompletionsIsMutable() {
+      if (!((bitField0_ & 0x00008000) != 0)) {
+        completions_ = new java.util.ArrayList<dev.icehouse.v1.Completion>(completions_);
+        bitField0_ |= 0x00008000;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder> completionsBuilder_;
+
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public java.util.List<dev.icehouse.v1.Completion> getCompletionsList() {
+      if (completionsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(completions_);
+      } else {
+        return completionsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public int getCompletionsCount() {
+      if (completionsBuilder_ == null) {
+        return completions_.size();
+      } else {
+        return completionsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public dev.icehouse.v1.Completion getCompletions(int index) {
+      if (completionsBuilder_ == null) {
+        return completions_.get(index);
+      } else {
+        return completionsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder setCompletions(
+        int index, dev.icehouse.v1.Completion value) {
+      if (completionsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureCompletionsIsMutable();
+        completions_.set(index, value);
+        onChanged();
+      } else {
+        completionsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder setCompletions(
+        int index, dev.icehouse.v1.Completion.Builder builderForValue) {
+      if (completionsBuilder_ == null) {
+        ensureCompletionsIsMutable();
+        completions_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        completionsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder addCompletions(dev.icehouse.v1.Completion value) {
+      if (completionsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureCompletionsIsMutable();
+        completions_.add(value);
+        onChanged();
+      } else {
+        completionsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder addCompletions(
+        int index, dev.icehouse.v1.Completion value) {
+      if (completionsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureCompletionsIsMutable();
+        completions_.add(index, value);
+        onChanged();
+      } else {
+        completionsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder addCompletions(
+        dev.icehouse.v1.Completion.Builder builderForValue) {
+      if (completionsBuilder_ == null) {
+        ensureCompletionsIsMutable();
+        completions_.add(builderForValue.build());
+        onChanged();
+      } else {
+        completionsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder addCompletions(
+        int index, dev.icehouse.v1.Completion.Builder builderForValue) {
+      if (completionsBuilder_ == null) {
+        ensureCompletionsIsMutable();
+        completions_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        completionsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder addAllCompletions(
+        java.lang.Iterable<? extends dev.icehouse.v1.Completion> values) {
+      if (completionsBuilder_ == null) {
+        ensureCompletionsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, completions_);
+        onChanged();
+      } else {
+        completionsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder clearCompletions() {
+      if (completionsBuilder_ == null) {
+        completions_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00008000);
+        onChanged();
+      } else {
+        completionsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public Builder removeCompletions(int index) {
+      if (completionsBuilder_ == null) {
+        ensureCompletionsIsMutable();
+        completions_.remove(index);
+        onChanged();
+      } else {
+        completionsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public dev.icehouse.v1.Completion.Builder getCompletionsBuilder(
+        int index) {
+      return getCompletionsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public dev.icehouse.v1.CompletionOrBuilder getCompletionsOrBuilder(
+        int index) {
+      if (completionsBuilder_ == null) {
+        return completions_.get(index);  } else {
+        return completionsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.CompletionOrBuilder> 
+         getCompletionsOrBuilderList() {
+      if (completionsBuilder_ != null) {
+        return completionsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(completions_);
+      }
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public dev.icehouse.v1.Completion.Builder addCompletionsBuilder() {
+      return getCompletionsFieldBuilder().addBuilder(
+          dev.icehouse.v1.Completion.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public dev.icehouse.v1.Completion.Builder addCompletionsBuilder(
+        int index) {
+      return getCompletionsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.Completion.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Every completion in order, including the first one. Empty: the request did not set `completions`.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Completion completions = 16;</code>
+     */
+    public java.util.List<dev.icehouse.v1.Completion.Builder> 
+         getCompletionsBuilderList() {
+      return getCompletionsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder> 
+        getCompletionsFieldBuilder() {
+      if (completionsBuilder_ == null) {
+        completionsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.Completion, dev.icehouse.v1.Completion.Builder, dev.icehouse.v1.CompletionOrBuilder>(
+                completions_,
+                ((bitField0_ & 0x00008000) != 0),
+                getParentForChildren(),
+                isClean());
+        completions_ = null;
+      }
+      return completionsBuilder_;
+    }
+
+    private com.google.protobuf.Timestamp receiveTime_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> receiveTimeBuilder_;
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     * @return Whether the receiveTime field is set.
+     */
+    public boolean hasReceiveTime() {
+      return ((bitField0_ & 0x00010000) != 0);
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     * @return The receiveTime.
+     */
+    public com.google.protobuf.Timestamp getReceiveTime() {
+      if (receiveTimeBuilder_ == null) {
+        return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
+      } else {
+        return receiveTimeBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public Builder setReceiveTime(com.google.protobuf.Timestamp value) {
+      if (receiveTimeBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        receiveTime_ = value;
+      } else {
+        receiveTimeBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00010000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public Builder setReceiveTime(
+        com.google.protobuf.Timestamp.Builder builderForValue) {
+      if (receiveTimeBuilder_ == null) {
+        receiveTime_ = builderForValue.build();
+      } else {
+        receiveTimeBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00010000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public Builder mergeReceiveTime(com.google.protobuf.Timestamp value) {
+      if (receiveTimeBuilder_ == null) {
+        if (((bitField0_ & 0x00010000) != 0) &&
+          receiveTime_ != null &&
+          receiveTime_ != com.google.protobuf.Timestamp.getDefaultInstance()) {
+          getReceiveTimeBuilder().mergeFrom(value);
+        } else {
+          receiveTime_ = value;
+        }
+      } else {
+        receiveTimeBuilder_.mergeFrom(value);
+      }
+      if (receiveTime_ != null) {
+        bitField0_ |= 0x00010000;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public Builder clearReceiveTime() {
+      bitField0_ = (bitField0_ & ~0x00010000);
+      receiveTime_ = null;
+      if (receiveTimeBuilder_ != null) {
+        receiveTimeBuilder_.dispose();
+        receiveTimeBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public com.google.protobuf.Timestamp.Builder getReceiveTimeBuilder() {
+      bitField0_ |= 0x00010000;
+      onChanged();
+      return getReceiveTimeFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    public com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder() {
+      if (receiveTimeBuilder_ != null) {
+        return receiveTimeBuilder_.getMessageOrBuilder();
+      } else {
+        return receiveTime_ == null ?
+            com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
+      }
+    }
+    /**
+     * <pre>
+     * When the server received the request, by the server's clock.
+     * </pre>
+     *
+     * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> 
+        getReceiveTimeFieldBuilder() {
+      if (receiveTimeBuilder_ == null) {
+        receiveTimeBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder>(
+                getReceiveTime(),
+                getParentForChildren(),
+                isClean());
+        receiveTime_ = null;
+      }
+      return receiveTimeBuilder_;
+    }
+
+    private java.lang.Object systemFingerprint_ = "";
+    /**
+     * <pre>
+     * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+     * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+     * the package that loads the model. While it stays the same, the same request with the same seed is expected
+     * to give the same output; when it changes, outputs may change.
+     * </pre>
+     *
+     * <code>string system_fingerprint = 18;</code>
+     * @return The systemFingerprint.
+     */
+    public java.lang.String getSystemFingerprint() {
+      java.lang.Object ref = systemFingerprint_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        systemFingerprint_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+     * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+     * the package that loads the model. While it stays the same, the same request with the same seed is expected
+     * to give the same output; when it changes, outputs may change.
+     * </pre>
+     *
+     * <code>string system_fingerprint = 18;</code>
+     * @return The bytes for systemFingerprint.
+     */
+    public com.google.protobuf.ByteString
+        getSystemFingerprintBytes() {
+      java.lang.Object ref = systemFingerprint_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        systemFingerprint_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+     * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+     * the package that loads the model. While it stays the same, the same request with the same seed is expected
+     * to give the same output; when it changes, outputs may change.
+     * </pre>
+     *
+     * <code>string system_fingerprint = 18;</code>
+     * @param value The systemFingerprint to set.
+     * @return This builder for chaining.
+     */
+    public Builder setSystemFingerprint(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      systemFingerprint_ = value;
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+     * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+     * the package that loads the model. While it stays the same, the same request with the same seed is expected
+     * to give the same output; when it changes, outputs may change.
+     * </pre>
+     *
+     * <code>string system_fingerprint = 18;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearSystemFingerprint() {
+      systemFingerprint_ = getDefaultInstance().getSystemFingerprint();
+      bitField0_ = (bitField0_ & ~0x00020000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+     * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+     * the package that loads the model. While it stays the same, the same request with the same seed is expected
+     * to give the same output; when it changes, outputs may change.
+     * </pre>
+     *
+     * <code>string system_fingerprint = 18;</code>
+     * @param value The bytes for systemFingerprint to set.
+     * @return This builder for chaining.
+     */
+    public Builder setSystemFingerprintBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      systemFingerprint_ = value;
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+
+    private int maxOutputTokens_ ;
+    /**
+     * <pre>
+     * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 19;</code>
+     * @return The maxOutputTokens.
+     */
+    @java.lang.Override
+    public int getMaxOutputTokens() {
+      return maxOutputTokens_;
+    }
+    /**
+     * <pre>
+     * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 19;</code>
+     * @param value The maxOutputTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setMaxOutputTokens(int value) {
+
+      maxOutputTokens_ = value;
+      bitField0_ |= 0x00040000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+     * the server's limit or the model's context is less.
+     * </pre>
+     *
+     * <code>int32 max_output_tokens = 19;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearMaxOutputTokens() {
+      bitField0_ = (bitField0_ & ~0x00040000);
+      maxOutputTokens_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.LazyStringArrayList unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureUnenforcedKeywordsIsMutable() {
+      if (!unenforcedKeywords_.isModifiable()) {
+        unenforcedKeywords_ = new com.google.protobuf.LazyStringArrayList(unenforcedKeywords_);
+      }
+      bitField0_ |= 0x00080000;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @return A list containing the unenforcedKeywords.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getUnenforcedKeywordsList() {
+      unenforcedKeywords_.makeImmutable();
+      return unenforcedKeywords_;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @return The count of unenforcedKeywords.
+     */
+    public int getUnenforcedKeywordsCount() {
+      return unenforcedKeywords_.size();
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param index The index of the element to return.
+     * @return The unenforcedKeywords at the given index.
+     */
+    public java.lang.String getUnenforcedKeywords(int index) {
+      return unenforcedKeywords_.get(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the unenforcedKeywords at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getUnenforcedKeywordsBytes(int index) {
+      return unenforcedKeywords_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param index The index to set the value at.
+     * @param value The unenforcedKeywords to set.
+     * @return This builder for chaining.
+     */
+    public Builder setUnenforcedKeywords(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.set(index, value);
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param value The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywords(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param values The unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllUnenforcedKeywords(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureUnenforcedKeywordsIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, unenforcedKeywords_);
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearUnenforcedKeywords() {
+      unenforcedKeywords_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00080000);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+     * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+     * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
+     * </pre>
+     *
+     * <code>repeated string unenforced_keywords = 20;</code>
+     * @param value The bytes of the unenforcedKeywords to add.
+     * @return This builder for chaining.
+     */
+    public Builder addUnenforcedKeywordsBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureUnenforcedKeywordsIsMutable();
+      unenforcedKeywords_.add(value);
+      bitField0_ |= 0x00080000;
+      onChanged();
+      return this;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -10,7 +10,7 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface GenerateResponseOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -50,7 +50,7 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+   * The generated text, without the prompt and without a stop string. For a chat: what the model says,
    * without its reasoning, its tool calls and the markers around them.
    * </pre>
    *
@@ -60,7 +60,7 @@ public interface GenerateResponseOrBuilder extends
   java.lang.String getText();
   /**
    * <pre>
-   * The generated text, without the prompt and without a stop string. Of a chat: what the model says,
+   * The generated text, without the prompt and without a stop string. For a chat: what the model says,
    * without its reasoning, its tool calls and the markers around them.
    * </pre>
    *
@@ -101,7 +101,7 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -110,7 +110,7 @@ public interface GenerateResponseOrBuilder extends
   int getFinishReasonValue();
   /**
    * <pre>
-   * Why it ended.
+   * Why the output ended.
    * </pre>
    *
    * <code>.icehouse.v1.FinishReason finish_reason = 5;</code>
@@ -120,28 +120,19 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 6;</code>
-   * @return Whether the stopString field is set.
-   */
-  boolean hasStopString();
-  /**
-   * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
-   * </pre>
-   *
-   * <code>optional string stop_string = 6;</code>
+   * <code>string stop_string = 6;</code>
    * @return The stopString.
    */
   java.lang.String getStopString();
   /**
    * <pre>
-   * The stop string that ended it. Absent: it ended otherwise.
+   * The stop string that ended the output. Empty: it ended otherwise.
    * </pre>
    *
-   * <code>optional string stop_string = 6;</code>
+   * <code>string stop_string = 6;</code>
    * @return The bytes for stopString.
    */
   com.google.protobuf.ByteString
@@ -149,28 +140,49 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * What it cost.
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>optional int32 stop_token_id = 7;</code>
+   * @return Whether the stopTokenId field is set.
+   */
+  boolean hasStopTokenId();
+  /**
+   * <pre>
+   * The token that ended the output: one of the model's end tokens, or one of the request's `stop_token_ids`.
+   * Not set: it ended otherwise.
+   * </pre>
+   *
+   * <code>optional int32 stop_token_id = 7;</code>
+   * @return The stopTokenId.
+   */
+  int getStopTokenId();
+
+  /**
+   * <pre>
+   * What the request cost.
+   * </pre>
+   *
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    * @return Whether the usage field is set.
    */
   boolean hasUsage();
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    * @return The usage.
    */
   dev.icehouse.v1.Usage getUsage();
   /**
    * <pre>
-   * What it cost.
+   * What the request cost.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 7;</code>
+   * <code>.icehouse.v1.Usage usage = 8;</code>
    */
   dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder();
 
@@ -179,7 +191,7 @@ public interface GenerateResponseOrBuilder extends
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    * @return Whether the cache field is set.
    */
   boolean hasCache();
@@ -188,7 +200,7 @@ public interface GenerateResponseOrBuilder extends
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    * @return The cache.
    */
   dev.icehouse.v1.CacheReport getCache();
@@ -197,7 +209,7 @@ public interface GenerateResponseOrBuilder extends
    * What was reused of the prompt.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 8;</code>
+   * <code>.icehouse.v1.CacheReport cache = 9;</code>
    */
   dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder();
 
@@ -206,7 +218,7 @@ public interface GenerateResponseOrBuilder extends
    * The seed that was used, the request's or the one drawn for it.
    * </pre>
    *
-   * <code>uint64 seed = 9;</code>
+   * <code>uint64 seed = 10;</code>
    * @return The seed.
    */
   long getSeed();
@@ -214,69 +226,113 @@ public interface GenerateResponseOrBuilder extends
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   java.util.List<dev.icehouse.v1.ToolCall> 
       getToolCallsList();
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   dev.icehouse.v1.ToolCall getToolCalls(int index);
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   int getToolCallsCount();
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   java.util.List<? extends dev.icehouse.v1.ToolCallOrBuilder> 
       getToolCallsOrBuilderList();
   /**
    * <pre>
    * The calls that the model made, in order. They come with FINISH_REASON_TOOL_CALLS unless a limit ended
-   * the output. Absent: none.
+   * the output.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.ToolCall tool_calls = 10;</code>
+   * <code>repeated .icehouse.v1.ToolCall tool_calls = 11;</code>
    */
   dev.icehouse.v1.ToolCallOrBuilder getToolCallsOrBuilder(
       int index);
 
   /**
    * <pre>
-   * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-   * reasoning. Absent: none.
+   * Parts of `text` that began as tool calls and cannot be parsed.
    * </pre>
    *
-   * <code>string reasoning = 11;</code>
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  java.util.List<dev.icehouse.v1.MalformedToolCall> 
+      getMalformedToolCallsList();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index);
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  int getMalformedToolCallsCount();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
+      getMalformedToolCallsOrBuilderList();
+  /**
+   * <pre>
+   * Parts of `text` that began as tool calls and cannot be parsed.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 12;</code>
+   */
+  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
+      int index);
+
+  /**
+   * <pre>
+   * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+   * reasoning. Empty: none.
+   * </pre>
+   *
+   * <code>string reasoning = 13;</code>
    * @return The reasoning.
    */
   java.lang.String getReasoning();
   /**
    * <pre>
-   * What the model thought before it spoke, without markers. Only of a chat with a model that marks its
-   * reasoning. Absent: none.
+   * The model's reasoning before its answer, without markers. Only for a chat with a model that marks its
+   * reasoning. Empty: none.
    * </pre>
    *
-   * <code>string reasoning = 11;</code>
+   * <code>string reasoning = 13;</code>
    * @return The bytes for reasoning.
    */
   com.google.protobuf.ByteString
@@ -284,205 +340,184 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   java.util.List<dev.icehouse.v1.TokenLogprobs> 
       getLogprobsList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   dev.icehouse.v1.TokenLogprobs getLogprobs(int index);
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   int getLogprobsCount();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
       getLogprobsOrBuilderList();
   /**
    * <pre>
-   * One for each of `token_ids`. Absent: not asked for.
+   * One for each of `token_ids`. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 12;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs logprobs = 14;</code>
    */
   dev.icehouse.v1.TokenLogprobsOrBuilder getLogprobsOrBuilder(
       int index);
 
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   java.util.List<dev.icehouse.v1.TokenLogprobs> 
       getPromptLogprobsList();
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   dev.icehouse.v1.TokenLogprobs getPromptLogprobs(int index);
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   int getPromptLogprobsCount();
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   java.util.List<? extends dev.icehouse.v1.TokenLogprobsOrBuilder> 
       getPromptLogprobsOrBuilderList();
   /**
    * <pre>
-   * One for each prompt token but the first, which nothing comes before. Absent: not asked for.
+   * One for each prompt token but the first, which nothing precedes. Empty: not requested.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 13;</code>
+   * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 15;</code>
    */
   dev.icehouse.v1.TokenLogprobsOrBuilder getPromptLogprobsOrBuilder(
       int index);
 
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   java.util.List<dev.icehouse.v1.Completion> 
       getCompletionsList();
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   dev.icehouse.v1.Completion getCompletions(int index);
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   int getCompletionsCount();
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   java.util.List<? extends dev.icehouse.v1.CompletionOrBuilder> 
       getCompletionsOrBuilderList();
   /**
    * <pre>
-   * Every completion in order, the first one included. Absent: the request left `completions` unset.
+   * Every completion in order, including the first one. Empty: the request did not set `completions`.
    * </pre>
    *
-   * <code>repeated .icehouse.v1.Completion completions = 14;</code>
+   * <code>repeated .icehouse.v1.Completion completions = 16;</code>
    */
   dev.icehouse.v1.CompletionOrBuilder getCompletionsOrBuilder(
       int index);
 
   /**
    * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>optional int32 stop_token_id = 15;</code>
-   * @return Whether the stopTokenId field is set.
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   * @return Whether the receiveTime field is set.
    */
-  boolean hasStopTokenId();
+  boolean hasReceiveTime();
   /**
    * <pre>
-   * The token that ended it: one of the model's end tokens, or one of the request's `stop_token_ids`.
-   * Absent: it ended otherwise.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>optional int32 stop_token_id = 15;</code>
-   * @return The stopTokenId.
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   * @return The receiveTime.
    */
-  int getStopTokenId();
+  com.google.protobuf.Timestamp getReceiveTime();
+  /**
+   * <pre>
+   * When the server received the request, by the server's clock.
+   * </pre>
+   *
+   * <code>.google.protobuf.Timestamp receive_time = 17;</code>
+   */
+  com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder();
 
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+   * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+   * the package that loads the model. While it stays the same, the same request with the same seed is expected
+   * to give the same output; when it changes, outputs may change.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   * @return Whether the createTime field is set.
-   */
-  boolean hasCreateTime();
-  /**
-   * <pre>
-   * When the request reached the server, by the server's clock.
-   * </pre>
-   *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   * @return The createTime.
-   */
-  com.google.protobuf.Timestamp getCreateTime();
-  /**
-   * <pre>
-   * When the request reached the server, by the server's clock.
-   * </pre>
-   *
-   * <code>.google.protobuf.Timestamp create_time = 16;</code>
-   */
-  com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder();
-
-  /**
-   * <pre>
-   * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-   * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-   * what reads the model. While it stays, the same request with the same seed is expected to give the same
-   * output; when it changes, outputs may change.
-   * </pre>
-   *
-   * <code>string system_fingerprint = 17;</code>
+   * <code>string system_fingerprint = 18;</code>
    * @return The systemFingerprint.
    */
   java.lang.String getSystemFingerprint();
   /**
    * <pre>
-   * What the output depends on beside the request: 16 hex digits made of the model's weights, tokenizer and
-   * chat template, the adapter's weights, the kind of device and the releases of the server, of MLX and of
-   * what reads the model. While it stays, the same request with the same seed is expected to give the same
-   * output; when it changes, outputs may change.
+   * What the output depends on apart from the request: 16 hex digits made of the model's weights, tokenizer and
+   * chat template, the adapter's weights, the kind of device and the versions of the server, of MLX and of
+   * the package that loads the model. While it stays the same, the same request with the same seed is expected
+   * to give the same output; when it changes, outputs may change.
    * </pre>
    *
-   * <code>string system_fingerprint = 17;</code>
+   * <code>string system_fingerprint = 18;</code>
    * @return The bytes for systemFingerprint.
    */
   com.google.protobuf.ByteString
@@ -490,105 +525,61 @@ public interface GenerateResponseOrBuilder extends
 
   /**
    * <pre>
-   * Most tokens that each output could have: the request's `max_output_tokens` or its default, or less where
+   * Maximum tokens that each output could have: the request's `max_output_tokens` or its default, or less where
    * the server's limit or the model's context is less.
    * </pre>
    *
-   * <code>int32 max_output_tokens = 18;</code>
+   * <code>int32 max_output_tokens = 19;</code>
    * @return The maxOutputTokens.
    */
   int getMaxOutputTokens();
 
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @return A list containing the unenforcedKeywords.
    */
   java.util.List<java.lang.String>
       getUnenforcedKeywordsList();
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @return The count of unenforcedKeywords.
    */
   int getUnenforcedKeywordsCount();
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @param index The index of the element to return.
    * @return The unenforcedKeywords at the given index.
    */
   java.lang.String getUnenforcedKeywords(int index);
   /**
    * <pre>
-   * Keywords of the response format's schema, or of the schemas of strict tools, that the output was not held
-   * to, such as `uniqueItems`: the first 32, as JSON pointers, of a tool behind its field as in
-   * "tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them. Absent: none.
+   * Keywords of the response format's schema, or of the schemas of strict tools, that were not enforced,
+   * such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
+   * "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
    * </pre>
    *
-   * <code>repeated string unenforced_keywords = 19;</code>
+   * <code>repeated string unenforced_keywords = 20;</code>
    * @param index The index of the value to return.
    * @return The bytes of the unenforcedKeywords at the given index.
    */
   com.google.protobuf.ByteString
       getUnenforcedKeywordsBytes(int index);
-
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  java.util.List<dev.icehouse.v1.MalformedToolCall> 
-      getMalformedToolCallsList();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  dev.icehouse.v1.MalformedToolCall getMalformedToolCalls(int index);
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  int getMalformedToolCallsCount();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.MalformedToolCallOrBuilder> 
-      getMalformedToolCallsOrBuilderList();
-  /**
-   * <pre>
-   * Parts of `text` that began as tool calls and cannot be read as such. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.MalformedToolCall malformed_tool_calls = 30;</code>
-   */
-  dev.icehouse.v1.MalformedToolCallOrBuilder getMalformedToolCallsOrBuilder(
-      int index);
 }

@@ -10,7 +10,7 @@ public interface GetModelRequestOrBuilder extends
 
   /**
    * <pre>
-   * The model's id. Absent: the served model.
+   * The model's id. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface GetModelRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * The model's id. Absent: the served model.
+   * The model's id. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>

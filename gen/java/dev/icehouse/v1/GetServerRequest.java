@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Asks what the server is.
+ * Asks for the server's description.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.GetServerRequest}
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Asks what the server is.
+   * Asks for the server's description.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.GetServerRequest}

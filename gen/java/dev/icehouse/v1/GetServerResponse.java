@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What the server is.
+ * The server's description.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.GetServerResponse}
@@ -246,7 +246,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server is.
+   * The server's description.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.GetServerResponse}

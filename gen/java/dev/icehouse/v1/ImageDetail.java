@@ -6,8 +6,8 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How much of an image the model is shown, and so how many tokens it takes. What that comes to is for the
- * model's family to say; families that show every image in one size do the same at every level.
+ * How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
+ * family; families that show every image in one size do the same at every level.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.ImageDetail}
@@ -16,7 +16,7 @@ public enum ImageDetail
     implements com.google.protobuf.ProtocolMessageEnum {
   /**
    * <pre>
-   * IMAGE_DETAIL_AUTO.
+   * Same as IMAGE_DETAIL_AUTO.
    * </pre>
    *
    * <code>IMAGE_DETAIL_UNSPECIFIED = 0;</code>
@@ -24,7 +24,7 @@ public enum ImageDetail
   IMAGE_DETAIL_UNSPECIFIED(0),
   /**
    * <pre>
-   * As the model's own processor has it.
+   * As the model's own processor does it.
    * </pre>
    *
    * <code>IMAGE_DETAIL_AUTO = 1;</code>
@@ -32,9 +32,9 @@ public enum ImageDetail
   IMAGE_DETAIL_AUTO(1),
   /**
    * <pre>
-   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-   * image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-   * to at most 256.
+   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+   * image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+   * to at most 256 tokens.
    * </pre>
    *
    * <code>IMAGE_DETAIL_LOW = 2;</code>
@@ -53,7 +53,7 @@ public enum ImageDetail
 
   /**
    * <pre>
-   * IMAGE_DETAIL_AUTO.
+   * Same as IMAGE_DETAIL_AUTO.
    * </pre>
    *
    * <code>IMAGE_DETAIL_UNSPECIFIED = 0;</code>
@@ -61,7 +61,7 @@ public enum ImageDetail
   public static final int IMAGE_DETAIL_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * As the model's own processor has it.
+   * As the model's own processor does it.
    * </pre>
    *
    * <code>IMAGE_DETAIL_AUTO = 1;</code>
@@ -69,9 +69,9 @@ public enum ImageDetail
   public static final int IMAGE_DETAIL_AUTO_VALUE = 1;
   /**
    * <pre>
-   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), the whole
-   * image alone; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
-   * to at most 256.
+   * In few tokens: where the processor cuts large images into tiles (SmolVLM, Idefics3, LFM2-VL), only the whole
+   * image; where it takes more tokens for a larger image (Qwen's models, Pixtral, Mistral 3), scaled
+   * to at most 256 tokens.
    * </pre>
    *
    * <code>IMAGE_DETAIL_LOW = 2;</code>
@@ -145,7 +145,7 @@ public enum ImageDetail
   }
   public static final com.google.protobuf.Descriptors.EnumDescriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.getDescriptor().getEnumTypes().get(0);
+    return dev.icehouse.v1.PromptOuterClass.getDescriptor().getEnumTypes().get(1);
   }
 
   private static final ImageDetail[] VALUES = values();

@@ -35,13 +35,13 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ImagePart_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ImagePart_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ImagePart_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ImagePart_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.ImagePart.class, dev.icehouse.v1.ImagePart.Builder.class);
   }
@@ -91,8 +91,8 @@ private static final long serialVersionUID = 0L;
   public static final int DATA_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+   * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
    * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
@@ -105,8 +105,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+   * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
    * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
@@ -126,11 +126,11 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -143,11 +143,11 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -174,11 +174,11 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -208,8 +208,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object mediaType_ = "";
   /**
    * <pre>
-   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-   * error where they are no image. Absent: what the data URI says.
+   * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+   * appears in the error where they are no image. Default: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -230,8 +230,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-   * error where they are no image. Absent: what the data URI says.
+   * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+   * appears in the error where they are no image. Default: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -256,7 +256,7 @@ private static final long serialVersionUID = 0L;
   private int detail_ = 0;
   /**
    * <pre>
-   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
    * </pre>
    *
    * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -267,7 +267,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
    * </pre>
    *
    * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -498,13 +498,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.ImagePartOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ImagePart_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ImagePart_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ImagePart_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ImagePart_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.ImagePart.class, dev.icehouse.v1.ImagePart.Builder.class);
     }
@@ -533,7 +533,7 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_ImagePart_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_ImagePart_descriptor;
     }
 
     @java.lang.Override
@@ -722,8 +722,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+     * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
      * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
@@ -735,8 +735,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+     * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
      * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
@@ -751,8 +751,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+     * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
      * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
@@ -769,8 +769,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-     * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+     * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+     * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
      * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
      * </pre>
      *
@@ -790,11 +790,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -808,11 +808,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -840,11 +840,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -873,11 +873,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -896,11 +896,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -918,11 +918,11 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
      * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-     * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-     * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-     * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-     * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-     * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+     * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+     * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+     * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+     * or not there is such a file or host. If the hosts do not deliver all images of a request within
+     * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
      * </pre>
      *
      * <code>string uri = 2;</code>
@@ -942,8 +942,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object mediaType_ = "";
     /**
      * <pre>
-     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-     * error where they are no image. Absent: what the data URI says.
+     * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+     * appears in the error where they are no image. Default: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -963,8 +963,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-     * error where they are no image. Absent: what the data URI says.
+     * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+     * appears in the error where they are no image. Default: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -985,8 +985,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-     * error where they are no image. Absent: what the data URI says.
+     * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+     * appears in the error where they are no image. Default: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -1003,8 +1003,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-     * error where they are no image. Absent: what the data URI says.
+     * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+     * appears in the error where they are no image. Default: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -1018,8 +1018,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-     * error where they are no image. Absent: what the data URI says.
+     * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+     * appears in the error where they are no image. Default: what the data URI says.
      * </pre>
      *
      * <code>string media_type = 3;</code>
@@ -1039,7 +1039,7 @@ private static final long serialVersionUID = 0L;
     private int detail_ = 0;
     /**
      * <pre>
-     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
      * </pre>
      *
      * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -1050,7 +1050,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
      * </pre>
      *
      * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -1065,7 +1065,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
      * </pre>
      *
      * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -1078,7 +1078,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
      * </pre>
      *
      * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -1096,7 +1096,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+     * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
      * </pre>
      *
      * <code>.icehouse.v1.ImageDetail detail = 4;</code>

@@ -10,8 +10,8 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+   * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
    * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
@@ -21,8 +21,8 @@ public interface ImagePartOrBuilder extends
   boolean hasData();
   /**
    * <pre>
-   * The encoded file, at most `server.max_image_bytes` of it (IMAGE_INVALID). One of more than
-   * `server.max_image_pixels` pixels is scaled down to them; one of more than 16 times as many (a JPEG that is
+   * The encoded file, at most `server.max_image_bytes` (IMAGE_INVALID). An image of more than
+   * `server.max_image_pixels` pixels is scaled down to that; one of more than 16 times as many (a JPEG that is
    * not progressive) or 4 times as many (any other) is refused with IMAGE_INVALID before it is decoded.
    * </pre>
    *
@@ -35,11 +35,11 @@ public interface ImagePartOrBuilder extends
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -50,11 +50,11 @@ public interface ImagePartOrBuilder extends
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -65,11 +65,11 @@ public interface ImagePartOrBuilder extends
    * <pre>
    * A data URI with the file in base64, "data:image/png;base64,iVBORw0..."; or where the server reads the
    * file: "file:///srv/pictures/cat.png" below a folder of `server.image_folders`, or an https or http URL
-   * of a host of `server.image_hosts`. Neither setting allows anything unless the operator says so. Links in
-   * folders are not followed; names of hosts lead to public addresses only, redirects to allowed hosts only.
-   * Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether or not there
-   * is such a file or host; what its host does not give within `server.image_fetch_timeout_s`, all images of
-   * a request together, with IMAGE_UNREACHABLE. The limits of `data` hold here too.
+   * of a host of `server.image_hosts`. Both settings are empty by default. Symbolic links in
+   * folders are not followed; host names may resolve only to public addresses, and redirects lead only to
+   * allowed hosts. Other URIs, and what cannot be read or is no image, are refused with IMAGE_INVALID, whether
+   * or not there is such a file or host. If the hosts do not deliver all images of a request within
+   * `server.image_fetch_timeout_s`, it is refused with IMAGE_UNREACHABLE. The limits of `data` apply here too.
    * </pre>
    *
    * <code>string uri = 2;</code>
@@ -80,8 +80,8 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-   * error where they are no image. Absent: what the data URI says.
+   * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+   * appears in the error where they are no image. Default: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -90,8 +90,8 @@ public interface ImagePartOrBuilder extends
   java.lang.String getMediaType();
   /**
    * <pre>
-   * What the caller calls the file, such as "image/png". The bytes alone decide what it is; this is told in the
-   * error where they are no image. Absent: what the data URI says.
+   * The media type according to the caller, such as "image/png". Only the bytes decide what the file is; this
+   * appears in the error where they are no image. Default: what the data URI says.
    * </pre>
    *
    * <code>string media_type = 3;</code>
@@ -102,7 +102,7 @@ public interface ImagePartOrBuilder extends
 
   /**
    * <pre>
-   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
    * </pre>
    *
    * <code>.icehouse.v1.ImageDetail detail = 4;</code>
@@ -111,7 +111,7 @@ public interface ImagePartOrBuilder extends
   int getDetailValue();
   /**
    * <pre>
-   * How much of it the model is shown; another number than those of ImageDetail is refused with IMAGE_INVALID.
+   * How much of it the model is shown; a number that is not in ImageDetail is refused with IMAGE_INVALID.
    * </pre>
    *
    * <code>.icehouse.v1.ImageDetail detail = 4;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Tokens of a prompt that the model sees an image in the place of.
+ * The tokens of a prompt that stand for an image.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ImageSpan}
@@ -49,7 +49,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object digest_ = "";
   /**
    * <pre>
-   * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+   * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
    * </pre>
    *
    * <code>string digest = 1;</code>
@@ -70,7 +70,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+   * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
    * </pre>
    *
    * <code>string digest = 1;</code>
@@ -301,7 +301,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tokens of a prompt that the model sees an image in the place of.
+   * The tokens of a prompt that stand for an image.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ImageSpan}
@@ -500,7 +500,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object digest_ = "";
     /**
      * <pre>
-     * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+     * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
      * </pre>
      *
      * <code>string digest = 1;</code>
@@ -520,7 +520,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+     * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
      * </pre>
      *
      * <code>string digest = 1;</code>
@@ -541,7 +541,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+     * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
      * </pre>
      *
      * <code>string digest = 1;</code>
@@ -558,7 +558,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+     * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
      * </pre>
      *
      * <code>string digest = 1;</code>
@@ -572,7 +572,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+     * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
      * </pre>
      *
      * <code>string digest = 1;</code>

@@ -10,7 +10,7 @@ public interface ImageSpanOrBuilder extends
 
   /**
    * <pre>
-   * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+   * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
    * </pre>
    *
    * <code>string digest = 1;</code>
@@ -19,7 +19,7 @@ public interface ImageSpanOrBuilder extends
   java.lang.String getDigest();
   /**
    * <pre>
-   * What the cache knows the image by, 64 hex digits: the same for the same pixels, prepared for this model.
+   * The cache's name for the image, 64 hex digits: the same for the same pixels, prepared for this model.
    * </pre>
    *
    * <code>string digest = 1;</code>

@@ -4,15 +4,19 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Continues prompts. Every refusal arrives before the first response message, as a status with
- * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
- * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
- * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+ * Continues prompts.
+ * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+ * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+ * comment names.
+ * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+ * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+ * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+ * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
  * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
- * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+ * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
  * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
- * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
- * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+ * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+ * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -239,15 +243,19 @@ public final class InferenceServiceGrpc {
 
   /**
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public interface AsyncService {
@@ -264,11 +272,11 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-     * where several were asked for). The texts of a completion's deltas, joined, are the text that
-     * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-     * passes, frees the sequence within a step; one who stops reading is cut off with
-     * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+     * Generates and streams the output: one `started` first, one `finished` last (for each completion,
+     * where several were requested). The texts of a completion's deltas, joined, are the text that
+     * Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+     * passes, the request ends within one step. A caller who stops reading is disconnected with
+     * RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
      * </pre>
      */
     default void stream(dev.icehouse.v1.GenerateRequest request,
@@ -288,7 +296,7 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Turns tokens into text, as Tokenize turned the text into tokens.
+     * Turns tokens into text: the reverse of Tokenize.
      * </pre>
      */
     default void detokenize(dev.icehouse.v1.DetokenizeRequest request,
@@ -298,7 +306,8 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Counters of the engine and of the prefix cache, taken between two steps.
+     * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+     * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
      * </pre>
      */
     default void cacheStats(dev.icehouse.v1.CacheStatsRequest request,
@@ -310,15 +319,19 @@ public final class InferenceServiceGrpc {
   /**
    * Base class for the server implementation of the service InferenceService.
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public static abstract class InferenceServiceImplBase
@@ -332,15 +345,19 @@ public final class InferenceServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service InferenceService.
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public static final class InferenceServiceStub
@@ -369,11 +386,11 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-     * where several were asked for). The texts of a completion's deltas, joined, are the text that
-     * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-     * passes, frees the sequence within a step; one who stops reading is cut off with
-     * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+     * Generates and streams the output: one `started` first, one `finished` last (for each completion,
+     * where several were requested). The texts of a completion's deltas, joined, are the text that
+     * Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+     * passes, the request ends within one step. A caller who stops reading is disconnected with
+     * RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
      * </pre>
      */
     public void stream(dev.icehouse.v1.GenerateRequest request,
@@ -395,7 +412,7 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Turns tokens into text, as Tokenize turned the text into tokens.
+     * Turns tokens into text: the reverse of Tokenize.
      * </pre>
      */
     public void detokenize(dev.icehouse.v1.DetokenizeRequest request,
@@ -406,7 +423,8 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Counters of the engine and of the prefix cache, taken between two steps.
+     * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+     * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
      * </pre>
      */
     public void cacheStats(dev.icehouse.v1.CacheStatsRequest request,
@@ -419,15 +437,19 @@ public final class InferenceServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service InferenceService.
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public static final class InferenceServiceBlockingV2Stub
@@ -455,11 +477,11 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-     * where several were asked for). The texts of a completion's deltas, joined, are the text that
-     * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-     * passes, frees the sequence within a step; one who stops reading is cut off with
-     * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+     * Generates and streams the output: one `started` first, one `finished` last (for each completion,
+     * where several were requested). The texts of a completion's deltas, joined, are the text that
+     * Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+     * passes, the request ends within one step. A caller who stops reading is disconnected with
+     * RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
      * </pre>
      */
     @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
@@ -481,7 +503,7 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Turns tokens into text, as Tokenize turned the text into tokens.
+     * Turns tokens into text: the reverse of Tokenize.
      * </pre>
      */
     public dev.icehouse.v1.DetokenizeResponse detokenize(dev.icehouse.v1.DetokenizeRequest request) throws io.grpc.StatusException {
@@ -491,7 +513,8 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Counters of the engine and of the prefix cache, taken between two steps.
+     * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+     * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
      * </pre>
      */
     public dev.icehouse.v1.CacheStatsResponse cacheStats(dev.icehouse.v1.CacheStatsRequest request) throws io.grpc.StatusException {
@@ -503,15 +526,19 @@ public final class InferenceServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service InferenceService.
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public static final class InferenceServiceBlockingStub
@@ -539,11 +566,11 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Generates and answers as it goes: one `started` first, one `finished` last (of each completion,
-     * where several were asked for). The texts of a completion's deltas, joined, are the text that
-     * Generate returns; so are reasoning and tool calls. A caller who goes away, or whose deadline
-     * passes, frees the sequence within a step; one who stops reading is cut off with
-     * RESOURCE_EXHAUSTED (READER_STALLED) once too much waits for it.
+     * Generates and streams the output: one `started` first, one `finished` last (for each completion,
+     * where several were requested). The texts of a completion's deltas, joined, are the text that
+     * Generate returns; so are reasoning and tool calls. When the caller cancels, disconnects or its deadline
+     * passes, the request ends within one step. A caller who stops reading is disconnected with
+     * RESOURCE_EXHAUSTED (READER_STALLED) once too much output is waiting.
      * </pre>
      */
     public java.util.Iterator<dev.icehouse.v1.StreamResponse> stream(
@@ -564,7 +591,7 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Turns tokens into text, as Tokenize turned the text into tokens.
+     * Turns tokens into text: the reverse of Tokenize.
      * </pre>
      */
     public dev.icehouse.v1.DetokenizeResponse detokenize(dev.icehouse.v1.DetokenizeRequest request) {
@@ -574,7 +601,8 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Counters of the engine and of the prefix cache, taken between two steps.
+     * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+     * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
      * </pre>
      */
     public dev.icehouse.v1.CacheStatsResponse cacheStats(dev.icehouse.v1.CacheStatsRequest request) {
@@ -586,15 +614,19 @@ public final class InferenceServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service InferenceService.
    * <pre>
-   * Continues prompts. Every refusal arrives before the first response message, as a status with
-   * google.rpc.ErrorInfo (domain "icehouse.dev"; `reason` is stable, `metadata` holds the numbers of
-   * the message) and, as fits, BadRequest, RetryInfo or QuotaFailure:
-   * INVALID_ARGUMENT (a field, named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
+   * Continues prompts.
+   * Presence, in every message of this API: a scalar field is `optional` where its zero is a legal value that
+   * differs from leaving the field out. Everywhere else zero, false or empty means the default, which the field's
+   * comment names.
+   * Errors: a call is refused before its first response message, with a status that carries google.rpc.ErrorInfo
+   * (domain "icehouse.dev"; `reason` is stable and listed in error_reason.proto; `metadata` holds the values of the
+   * message as they are) and, where they apply, BadRequest, RetryInfo or QuotaFailure. The codes are
+   * INVALID_ARGUMENT (a field, which is named), NOT_FOUND (model), ALREADY_EXISTS (request id in use),
    * RESOURCE_EXHAUSTED (full now; see RetryInfo), FAILED_PRECONDITION (can never fit this machine),
-   * UNAUTHENTICATED (no credentials, or none that are known), PERMISSION_DENIED (not this tenant's),
+   * UNAUTHENTICATED (no credentials, or unknown ones), PERMISSION_DENIED (another tenant's),
    * UNAVAILABLE (loading or draining), DEADLINE_EXCEEDED, CANCELLED, INTERNAL (a fault of the server).
-   * A call that brings no deadline has its method's: four hours where the model runs, ten minutes for
-   * Tokenize and Detokenize, a minute for CacheStats (docs/methods.md).
+   * A call without a deadline gets the one of its method: four hours where the model runs, ten minutes for
+   * Tokenize and Detokenize, one minute for CacheStats (docs/methods.md).
    * </pre>
    */
   public static final class InferenceServiceFutureStub
@@ -634,7 +666,7 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Turns tokens into text, as Tokenize turned the text into tokens.
+     * Turns tokens into text: the reverse of Tokenize.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.DetokenizeResponse> detokenize(
@@ -645,7 +677,8 @@ public final class InferenceServiceGrpc {
 
     /**
      * <pre>
-     * Counters of the engine and of the prefix cache, taken between two steps.
+     * Returns the counters of the prefix cache, taken between two steps. They cover all tenants, so with
+     * authenticated callers only operators may call this; ServerService.GetStats shows each tenant its own share.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.CacheStatsResponse> cacheStats(

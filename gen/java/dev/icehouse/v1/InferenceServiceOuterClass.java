@@ -99,106 +99,92 @@ public final class InferenceServiceOuterClass {
       "to\032\037google/protobuf/timestamp.proto\032\036ice" +
       "house/v1/cache_policy.proto\032\035icehouse/v1" +
       "/cache_stats.proto\032\034icehouse/v1/completi" +
-      "on.proto\032\036icehouse/v1/engine_stats.proto" +
-      "\032\032icehouse/v1/logprobs.proto\032\030icehouse/v" +
-      "1/prompt.proto\032!icehouse/v1/response_for" +
-      "mat.proto\032\032icehouse/v1/sampling.proto\032\036i" +
-      "cehouse/v1/slow_request.proto\032\035icehouse/" +
-      "v1/speculation.proto\032\036icehouse/v1/tenant" +
-      "_stats.proto\032\026icehouse/v1/tool.proto\032\027ic" +
-      "ehouse/v1/usage.proto\"\326\005\n\017GenerateReques" +
-      "t\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\016\n\004" +
-      "text\030\003 \001(\tH\000\022\'\n\004chat\030\004 \001(\0132\027.icehouse.v1" +
-      ".ChatPromptH\000\022*\n\006tokens\030\005 \001(\0132\030.icehouse" +
-      ".v1.TokenPromptH\000\022+\n\006infill\030\025 \001(\0132\031.iceh" +
-      "ouse.v1.InfillPromptH\000\022\031\n\021max_output_tok" +
-      "ens\030\006 \001(\005\022-\n\010sampling\030\007 \001(\0132\033.icehouse.v" +
-      "1.SamplingParams\022\014\n\004stop\030\010 \003(\t\0224\n\017respon" +
-      "se_format\030\t \001(\0132\033.icehouse.v1.ResponseFo" +
-      "rmat\022 \n\005tools\030\n \003(\0132\021.icehouse.v1.Tool\022." +
-      "\n\010logprobs\030\013 \001(\0132\034.icehouse.v1.LogprobsO" +
-      "ptions\022\'\n\005cache\030\014 \001(\0132\030.icehouse.v1.Cach" +
-      "ePolicy\022\020\n\010priority\030\r \001(\005\022,\n\013tool_choice" +
-      "\030\016 \001(\0132\027.icehouse.v1.ToolChoice\022\023\n\013compl" +
-      "etions\030\017 \001(\005\022-\n\013speculation\030\020 \001(\0132\030.iceh" +
-      "ouse.v1.Speculation\022\017\n\007adapter\030\021 \001(\t\022\022\n\n" +
-      "session_id\030\022 \001(\t\022\026\n\016stop_token_ids\030\023 \003(\005" +
-      "\022!\n\024max_reasoning_tokens\030\024 \001(\005H\001\210\001\001B\010\n\006p" +
-      "romptB\027\n\025_max_reasoning_tokens\"\314\005\n\020Gener" +
-      "ateResponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model" +
-      "\030\002 \001(\t\022\014\n\004text\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\022" +
-      "0\n\rfinish_reason\030\005 \001(\0162\031.icehouse.v1.Fin" +
-      "ishReason\022\030\n\013stop_string\030\006 \001(\tH\000\210\001\001\022!\n\005u" +
-      "sage\030\007 \001(\0132\022.icehouse.v1.Usage\022\'\n\005cache\030" +
-      "\010 \001(\0132\030.icehouse.v1.CacheReport\022\014\n\004seed\030" +
-      "\t \001(\004\022)\n\ntool_calls\030\n \003(\0132\025.icehouse.v1." +
-      "ToolCall\022\021\n\treasoning\030\013 \001(\t\022,\n\010logprobs\030" +
-      "\014 \003(\0132\032.icehouse.v1.TokenLogprobs\0223\n\017pro" +
-      "mpt_logprobs\030\r \003(\0132\032.icehouse.v1.TokenLo" +
-      "gprobs\022,\n\013completions\030\016 \003(\0132\027.icehouse.v" +
-      "1.Completion\022\032\n\rstop_token_id\030\017 \001(\005H\001\210\001\001" +
-      "\022/\n\013create_time\030\020 \001(\0132\032.google.protobuf." +
-      "Timestamp\022\032\n\022system_fingerprint\030\021 \001(\t\022\031\n" +
-      "\021max_output_tokens\030\022 \001(\005\022\033\n\023unenforced_k" +
-      "eywords\030\023 \003(\t\022<\n\024malformed_tool_calls\030\036 " +
-      "\003(\0132\036.icehouse.v1.MalformedToolCallB\016\n\014_" +
-      "stop_stringB\020\n\016_stop_token_id\"\314\001\n\016Stream" +
-      "Response\022\'\n\007started\030\001 \001(\0132\024.icehouse.v1." +
-      "StartedH\000\0228\n\020prefill_progress\030\002 \001(\0132\034.ic" +
-      "ehouse.v1.PrefillProgressH\000\022#\n\005delta\030\003 \001" +
-      "(\0132\022.icehouse.v1.DeltaH\000\022)\n\010finished\030\004 \001" +
-      "(\0132\025.icehouse.v1.FinishedH\000B\007\n\005event\"\262\002\n" +
-      "\007Started\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 " +
-      "\001(\t\022\025\n\rprompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(" +
-      "\0132\030.icehouse.v1.CacheReport\0221\n\016queue_dur" +
-      "ation\030\005 \001(\0132\031.google.protobuf.Duration\022\014" +
-      "\n\004seed\030\006 \001(\004\022/\n\013create_time\030\007 \001(\0132\032.goog" +
-      "le.protobuf.Timestamp\022\032\n\022system_fingerpr" +
-      "int\030\010 \001(\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023" +
-      "unenforced_keywords\030\n \003(\t\"w\n\017PrefillProg" +
-      "ress\022\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprompt" +
-      "_tokens\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\0132\032" +
-      ".icehouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014\n\004" +
-      "text\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treasoni" +
-      "ng\030\003 \001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse.v" +
-      "1.ToolCallDelta\022,\n\010logprobs\030\005 \003(\0132\032.iceh" +
-      "ouse.v1.TokenLogprobs\022\030\n\020completion_inde" +
-      "x\030\006 \001(\005\022;\n\023malformed_tool_call\030\036 \001(\0132\036.i" +
-      "cehouse.v1.MalformedToolCall\"\321\001\n\010Finishe" +
-      "d\0220\n\rfinish_reason\030\001 \001(\0162\031.icehouse.v1.F" +
-      "inishReason\022\030\n\013stop_string\030\002 \001(\tH\000\210\001\001\022!\n" +
-      "\005usage\030\003 \001(\0132\022.icehouse.v1.Usage\022\030\n\020comp" +
-      "letion_index\030\004 \001(\005\022\032\n\rstop_token_id\030\005 \001(" +
-      "\005H\001\210\001\001B\016\n\014_stop_stringB\020\n\016_stop_token_id" +
-      "\"\262\001\n\017TokenizeRequest\022\r\n\005model\030\001 \001(\t\022\016\n\004t" +
-      "ext\030\002 \001(\tH\000\022\'\n\004chat\030\003 \001(\0132\027.icehouse.v1." +
-      "ChatPromptH\000\022+\n\006infill\030\004 \001(\0132\031.icehouse." +
-      "v1.InfillPromptH\000\022 \n\005tools\030\n \003(\0132\021.iceho" +
-      "use.v1.ToolB\010\n\006prompt\"K\n\020TokenizeRespons" +
-      "e\022\"\n\006tokens\030\001 \003(\0132\022.icehouse.v1.Token\022\023\n" +
-      "\013token_count\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022" +
-      "\r\n\005piece\030\002 \001(\t\"5\n\021DetokenizeRequest\022\r\n\005m" +
-      "odel\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022Detoken" +
-      "izeResponse\022\014\n\004text\030\001 \001(\t\"\023\n\021CacheStatsR" +
-      "equest\"\367\001\n\022CacheStatsResponse\0220\n\014collect" +
-      "_time\030\001 \001(\0132\032.google.protobuf.Timestamp\022" +
-      "(\n\006engine\030\002 \001(\0132\030.icehouse.v1.EngineStat" +
-      "s\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.CacheStat" +
-      "s\0222\n\020slowest_requests\030\n \003(\0132\030.icehouse.v" +
-      "1.SlowRequest\022)\n\007tenants\030\024 \003(\0132\030.icehous" +
-      "e.v1.TenantStats2\211\003\n\020InferenceService\022G\n" +
-      "\010Generate\022\034.icehouse.v1.GenerateRequest\032" +
-      "\035.icehouse.v1.GenerateResponse\022E\n\006Stream" +
-      "\022\034.icehouse.v1.GenerateRequest\032\033.icehous" +
-      "e.v1.StreamResponse0\001\022G\n\010Tokenize\022\034.iceh" +
-      "ouse.v1.TokenizeRequest\032\035.icehouse.v1.To" +
-      "kenizeResponse\022M\n\nDetokenize\022\036.icehouse." +
-      "v1.DetokenizeRequest\032\037.icehouse.v1.Detok" +
-      "enizeResponse\022M\n\nCacheStats\022\036.icehouse.v" +
-      "1.CacheStatsRequest\032\037.icehouse.v1.CacheS" +
-      "tatsResponseB<\n\017dev.icehouse.v1P\001Z\'iceho" +
-      "use.dev/api/icehouse/v1;icehousev1b\006prot" +
-      "o3"
+      "on.proto\032\032icehouse/v1/logprobs.proto\032\030ic" +
+      "ehouse/v1/prompt.proto\032!icehouse/v1/resp" +
+      "onse_format.proto\032\032icehouse/v1/sampling." +
+      "proto\032\035icehouse/v1/speculation.proto\032\026ic" +
+      "ehouse/v1/tool.proto\032\027icehouse/v1/usage." +
+      "proto\"\254\004\n\017GenerateRequest\022\022\n\nrequest_id\030" +
+      "\001 \001(\t\022\r\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(\0132\023.i" +
+      "cehouse.v1.Prompt\022\031\n\021max_output_tokens\030\004" +
+      " \001(\005\022-\n\010sampling\030\005 \001(\0132\033.icehouse.v1.Sam" +
+      "plingParams\022\014\n\004stop\030\006 \003(\t\022\026\n\016stop_token_" +
+      "ids\030\007 \003(\005\0224\n\017response_format\030\010 \001(\0132\033.ice" +
+      "house.v1.ResponseFormat\022,\n\013tool_choice\030\t" +
+      " \001(\0132\027.icehouse.v1.ToolChoice\022!\n\024max_rea" +
+      "soning_tokens\030\n \001(\005H\000\210\001\001\022.\n\010logprobs\030\013 \001" +
+      "(\0132\034.icehouse.v1.LogprobsOptions\022\023\n\013comp" +
+      "letions\030\014 \001(\005\022-\n\013speculation\030\r \001(\0132\030.ice" +
+      "house.v1.Speculation\022\'\n\005cache\030\016 \001(\0132\030.ic" +
+      "ehouse.v1.CachePolicy\022\020\n\010priority\030\017 \001(\005\022" +
+      "\022\n\nsession_id\030\020 \001(\tB\027\n\025_max_reasoning_to" +
+      "kens\"\270\005\n\020GenerateResponse\022\022\n\nrequest_id\030" +
+      "\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\014\n\004text\030\003 \001(\t\022\021\n\tto" +
+      "ken_ids\030\004 \003(\005\0220\n\rfinish_reason\030\005 \001(\0162\031.i" +
+      "cehouse.v1.FinishReason\022\023\n\013stop_string\030\006" +
+      " \001(\t\022\032\n\rstop_token_id\030\007 \001(\005H\000\210\001\001\022!\n\005usag" +
+      "e\030\010 \001(\0132\022.icehouse.v1.Usage\022\'\n\005cache\030\t \001" +
+      "(\0132\030.icehouse.v1.CacheReport\022\014\n\004seed\030\n \001" +
+      "(\004\022)\n\ntool_calls\030\013 \003(\0132\025.icehouse.v1.Too" +
+      "lCall\022<\n\024malformed_tool_calls\030\014 \003(\0132\036.ic" +
+      "ehouse.v1.MalformedToolCall\022\021\n\treasoning" +
+      "\030\r \001(\t\022,\n\010logprobs\030\016 \003(\0132\032.icehouse.v1.T" +
+      "okenLogprobs\0223\n\017prompt_logprobs\030\017 \003(\0132\032." +
+      "icehouse.v1.TokenLogprobs\022,\n\013completions" +
+      "\030\020 \003(\0132\027.icehouse.v1.Completion\0220\n\014recei" +
+      "ve_time\030\021 \001(\0132\032.google.protobuf.Timestam" +
+      "p\022\032\n\022system_fingerprint\030\022 \001(\t\022\031\n\021max_out" +
+      "put_tokens\030\023 \001(\005\022\033\n\023unenforced_keywords\030" +
+      "\024 \003(\tB\020\n\016_stop_token_id\"\314\001\n\016StreamRespon" +
+      "se\022\'\n\007started\030\001 \001(\0132\024.icehouse.v1.Starte" +
+      "dH\000\0228\n\020prefill_progress\030\002 \001(\0132\034.icehouse" +
+      ".v1.PrefillProgressH\000\022#\n\005delta\030\003 \001(\0132\022.i" +
+      "cehouse.v1.DeltaH\000\022)\n\010finished\030\004 \001(\0132\025.i" +
+      "cehouse.v1.FinishedH\000B\007\n\005event\"\263\002\n\007Start" +
+      "ed\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n" +
+      "\rprompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(\0132\030.ic" +
+      "ehouse.v1.CacheReport\0221\n\016queue_duration\030" +
+      "\005 \001(\0132\031.google.protobuf.Duration\022\014\n\004seed" +
+      "\030\006 \001(\004\0220\n\014receive_time\030\007 \001(\0132\032.google.pr" +
+      "otobuf.Timestamp\022\032\n\022system_fingerprint\030\010" +
+      " \001(\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023unenf" +
+      "orced_keywords\030\n \003(\t\"w\n\017PrefillProgress\022" +
+      "\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprompt_toke" +
+      "ns\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\0132\032.iceh" +
+      "ouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014\n\004text\030" +
+      "\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treasoning\030\003 " +
+      "\001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse.v1.Too" +
+      "lCallDelta\022;\n\023malformed_tool_call\030\005 \001(\0132" +
+      "\036.icehouse.v1.MalformedToolCall\022,\n\010logpr" +
+      "obs\030\006 \003(\0132\032.icehouse.v1.TokenLogprobs\022\030\n" +
+      "\020completion_index\030\007 \001(\005\"\274\001\n\010Finished\0220\n\r" +
+      "finish_reason\030\001 \001(\0162\031.icehouse.v1.Finish" +
+      "Reason\022\023\n\013stop_string\030\002 \001(\t\022\032\n\rstop_toke" +
+      "n_id\030\003 \001(\005H\000\210\001\001\022!\n\005usage\030\004 \001(\0132\022.icehous" +
+      "e.v1.Usage\022\030\n\020completion_index\030\005 \001(\005B\020\n\016" +
+      "_stop_token_id\"E\n\017TokenizeRequest\022\r\n\005mod" +
+      "el\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.P" +
+      "rompt\"K\n\020TokenizeResponse\022\"\n\006tokens\030\001 \003(" +
+      "\0132\022.icehouse.v1.Token\022\023\n\013token_count\030\002 \001" +
+      "(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5" +
+      "\n\021DetokenizeRequest\022\r\n\005model\030\001 \001(\t\022\021\n\tto" +
+      "ken_ids\030\002 \003(\005\"\"\n\022DetokenizeResponse\022\014\n\004t" +
+      "ext\030\001 \001(\t\"\023\n\021CacheStatsRequest\"n\n\022CacheS" +
+      "tatsResponse\0220\n\014collect_time\030\001 \001(\0132\032.goo" +
+      "gle.protobuf.Timestamp\022&\n\005cache\030\002 \001(\0132\027." +
+      "icehouse.v1.CacheStats2\211\003\n\020InferenceServ" +
+      "ice\022G\n\010Generate\022\034.icehouse.v1.GenerateRe" +
+      "quest\032\035.icehouse.v1.GenerateResponse\022E\n\006" +
+      "Stream\022\034.icehouse.v1.GenerateRequest\032\033.i" +
+      "cehouse.v1.StreamResponse0\001\022G\n\010Tokenize\022" +
+      "\034.icehouse.v1.TokenizeRequest\032\035.icehouse" +
+      ".v1.TokenizeResponse\022M\n\nDetokenize\022\036.ice" +
+      "house.v1.DetokenizeRequest\032\037.icehouse.v1" +
+      ".DetokenizeResponse\022M\n\nCacheStats\022\036.iceh" +
+      "ouse.v1.CacheStatsRequest\032\037.icehouse.v1." +
+      "CacheStatsResponseB<\n\017dev.icehouse.v1P\001Z" +
+      "\'icehouse.dev/api/icehouse/v1;icehousev1" +
+      "b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -208,14 +194,11 @@ public final class InferenceServiceOuterClass {
           dev.icehouse.v1.CachePolicyOuterClass.getDescriptor(),
           dev.icehouse.v1.CacheStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.CompletionOuterClass.getDescriptor(),
-          dev.icehouse.v1.EngineStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.Logprobs.getDescriptor(),
-          dev.icehouse.v1.Prompt.getDescriptor(),
+          dev.icehouse.v1.PromptOuterClass.getDescriptor(),
           dev.icehouse.v1.ResponseFormatOuterClass.getDescriptor(),
           dev.icehouse.v1.Sampling.getDescriptor(),
-          dev.icehouse.v1.SlowRequestOuterClass.getDescriptor(),
           dev.icehouse.v1.SpeculationOuterClass.getDescriptor(),
-          dev.icehouse.v1.TenantStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.ToolOuterClass.getDescriptor(),
           dev.icehouse.v1.UsageOuterClass.getDescriptor(),
         });
@@ -224,13 +207,13 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_GenerateRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateRequest_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Text", "Chat", "Tokens", "Infill", "MaxOutputTokens", "Sampling", "Stop", "ResponseFormat", "Tools", "Logprobs", "Cache", "Priority", "ToolChoice", "Completions", "Speculation", "Adapter", "SessionId", "StopTokenIds", "MaxReasoningTokens", "Prompt", });
+        new java.lang.String[] { "RequestId", "Model", "Prompt", "MaxOutputTokens", "Sampling", "Stop", "StopTokenIds", "ResponseFormat", "ToolChoice", "MaxReasoningTokens", "Logprobs", "Completions", "Speculation", "Cache", "Priority", "SessionId", });
     internal_static_icehouse_v1_GenerateResponse_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_GenerateResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateResponse_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "Usage", "Cache", "Seed", "ToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "StopTokenId", "CreateTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", "MalformedToolCalls", });
+        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "StopTokenId", "Usage", "Cache", "Seed", "ToolCalls", "MalformedToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
     internal_static_icehouse_v1_StreamResponse_descriptor =
       getDescriptor().getMessageTypes().get(2);
     internal_static_icehouse_v1_StreamResponse_fieldAccessorTable = new
@@ -242,7 +225,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_Started_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Started_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "CreateTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
+        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
     internal_static_icehouse_v1_PrefillProgress_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_PrefillProgress_fieldAccessorTable = new
@@ -254,19 +237,19 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_Delta_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Delta_descriptor,
-        new java.lang.String[] { "Text", "TokenIds", "Reasoning", "ToolCall", "Logprobs", "CompletionIndex", "MalformedToolCall", });
+        new java.lang.String[] { "Text", "TokenIds", "Reasoning", "ToolCall", "MalformedToolCall", "Logprobs", "CompletionIndex", });
     internal_static_icehouse_v1_Finished_descriptor =
       getDescriptor().getMessageTypes().get(6);
     internal_static_icehouse_v1_Finished_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Finished_descriptor,
-        new java.lang.String[] { "FinishReason", "StopString", "Usage", "CompletionIndex", "StopTokenId", });
+        new java.lang.String[] { "FinishReason", "StopString", "StopTokenId", "Usage", "CompletionIndex", });
     internal_static_icehouse_v1_TokenizeRequest_descriptor =
       getDescriptor().getMessageTypes().get(7);
     internal_static_icehouse_v1_TokenizeRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_TokenizeRequest_descriptor,
-        new java.lang.String[] { "Model", "Text", "Chat", "Infill", "Tools", "Prompt", });
+        new java.lang.String[] { "Model", "Prompt", });
     internal_static_icehouse_v1_TokenizeResponse_descriptor =
       getDescriptor().getMessageTypes().get(8);
     internal_static_icehouse_v1_TokenizeResponse_fieldAccessorTable = new
@@ -302,20 +285,17 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_CacheStatsResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheStatsResponse_descriptor,
-        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", });
+        new java.lang.String[] { "CollectTime", "Cache", });
     com.google.protobuf.DurationProto.getDescriptor();
     com.google.protobuf.TimestampProto.getDescriptor();
     dev.icehouse.v1.CachePolicyOuterClass.getDescriptor();
     dev.icehouse.v1.CacheStatsOuterClass.getDescriptor();
     dev.icehouse.v1.CompletionOuterClass.getDescriptor();
-    dev.icehouse.v1.EngineStatsOuterClass.getDescriptor();
     dev.icehouse.v1.Logprobs.getDescriptor();
-    dev.icehouse.v1.Prompt.getDescriptor();
+    dev.icehouse.v1.PromptOuterClass.getDescriptor();
     dev.icehouse.v1.ResponseFormatOuterClass.getDescriptor();
     dev.icehouse.v1.Sampling.getDescriptor();
-    dev.icehouse.v1.SlowRequestOuterClass.getDescriptor();
     dev.icehouse.v1.SpeculationOuterClass.getDescriptor();
-    dev.icehouse.v1.TenantStatsOuterClass.getDescriptor();
     dev.icehouse.v1.ToolOuterClass.getDescriptor();
     dev.icehouse.v1.UsageOuterClass.getDescriptor();
   }

@@ -6,12 +6,12 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
- * they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
- * CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
- * A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
- * prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
- * output as the request's `stop_token_ids` do.
+ * Two texts with a gap between them, which the output fills (fill in the middle). Works with models that are
+ * trained for it: Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+ * CodeLlama and others whose vocabularies have the same special tokens. Other models refuse it with UNSUPPORTED.
+ * The prompt is the model's start token, then the prefix and the suffix with the special tokens, so prompts with
+ * the same prefix share its cached blocks. Those special tokens, and the ones that such a model writes at the end
+ * of a file, end the output as the request's `stop_token_ids` do.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.InfillPrompt}
@@ -39,13 +39,13 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_InfillPrompt_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_InfillPrompt_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.InfillPrompt.class, dev.icehouse.v1.InfillPrompt.Builder.class);
   }
@@ -55,7 +55,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object prefix_ = "";
   /**
    * <pre>
-   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string prefix = 1;</code>
@@ -76,7 +76,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string prefix = 1;</code>
@@ -102,7 +102,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object suffix_ = "";
   /**
    * <pre>
-   * What stands behind the gap.
+   * The text after the gap.
    * </pre>
    *
    * <code>string suffix = 2;</code>
@@ -123,7 +123,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What stands behind the gap.
+   * The text after the gap.
    * </pre>
    *
    * <code>string suffix = 2;</code>
@@ -312,12 +312,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Two texts with a gap between them, which the output fills (fill in the middle), for models trained to: how
-   * they are asked is known of Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
-   * CodeLlama and others whose vocabularies have the same tokens for it. Elsewhere refused with UNSUPPORTED.
-   * A prompt is the model's start token, the prefix and the suffix with their tokens, so prompts with the same
-   * prefix share its cached blocks. Those tokens, and the ones that such a model writes behind a file, end the
-   * output as the request's `stop_token_ids` do.
+   * Two texts with a gap between them, which the output fills (fill in the middle). Works with models that are
+   * trained for it: Qwen2.5-Coder, CodeGemma, StarCoder, Granite Code, SantaCoder, DeepSeek-Coder,
+   * CodeLlama and others whose vocabularies have the same special tokens. Other models refuse it with UNSUPPORTED.
+   * The prompt is the model's start token, then the prefix and the suffix with the special tokens, so prompts with
+   * the same prefix share its cached blocks. Those special tokens, and the ones that such a model writes at the end
+   * of a file, end the output as the request's `stop_token_ids` do.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.InfillPrompt}
@@ -328,13 +328,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.InfillPromptOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_InfillPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_InfillPrompt_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.InfillPrompt.class, dev.icehouse.v1.InfillPrompt.Builder.class);
     }
@@ -361,7 +361,7 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_InfillPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_InfillPrompt_descriptor;
     }
 
     @java.lang.Override
@@ -506,7 +506,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object prefix_ = "";
     /**
      * <pre>
-     * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+     * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string prefix = 1;</code>
@@ -526,7 +526,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+     * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string prefix = 1;</code>
@@ -547,7 +547,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+     * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string prefix = 1;</code>
@@ -564,7 +564,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+     * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string prefix = 1;</code>
@@ -578,7 +578,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+     * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string prefix = 1;</code>
@@ -598,7 +598,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object suffix_ = "";
     /**
      * <pre>
-     * What stands behind the gap.
+     * The text after the gap.
      * </pre>
      *
      * <code>string suffix = 2;</code>
@@ -618,7 +618,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands behind the gap.
+     * The text after the gap.
      * </pre>
      *
      * <code>string suffix = 2;</code>
@@ -639,7 +639,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands behind the gap.
+     * The text after the gap.
      * </pre>
      *
      * <code>string suffix = 2;</code>
@@ -656,7 +656,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands behind the gap.
+     * The text after the gap.
      * </pre>
      *
      * <code>string suffix = 2;</code>
@@ -670,7 +670,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What stands behind the gap.
+     * The text after the gap.
      * </pre>
      *
      * <code>string suffix = 2;</code>

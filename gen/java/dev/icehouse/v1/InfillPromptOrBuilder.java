@@ -10,7 +10,7 @@ public interface InfillPromptOrBuilder extends
 
   /**
    * <pre>
-   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string prefix = 1;</code>
@@ -19,7 +19,7 @@ public interface InfillPromptOrBuilder extends
   java.lang.String getPrefix();
   /**
    * <pre>
-   * What stands before the gap. One of the two must not be empty (PROMPT_EMPTY).
+   * The text before the gap. One of the two must not be empty (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string prefix = 1;</code>
@@ -30,7 +30,7 @@ public interface InfillPromptOrBuilder extends
 
   /**
    * <pre>
-   * What stands behind the gap.
+   * The text after the gap.
    * </pre>
    *
    * <code>string suffix = 2;</code>
@@ -39,7 +39,7 @@ public interface InfillPromptOrBuilder extends
   java.lang.String getSuffix();
   /**
    * <pre>
-   * What stands behind the gap.
+   * The text after the gap.
    * </pre>
    *
    * <code>string suffix = 2;</code>

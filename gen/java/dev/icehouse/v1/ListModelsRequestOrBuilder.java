@@ -10,7 +10,7 @@ public interface ListModelsRequestOrBuilder extends
 
   /**
    * <pre>
-   * Most models to return, 0 to 1000. Absent or 0: 100.
+   * Maximum models to return; above 1000 it is taken as 1000. Default: 100.
    * </pre>
    *
    * <code>int32 page_size = 1;</code>
@@ -20,7 +20,7 @@ public interface ListModelsRequestOrBuilder extends
 
   /**
    * <pre>
-   * `next_page_token` of the page before. Absent: the first page.
+   * `next_page_token` of the previous page. Default: the first page.
    * </pre>
    *
    * <code>string page_token = 2;</code>
@@ -29,7 +29,7 @@ public interface ListModelsRequestOrBuilder extends
   java.lang.String getPageToken();
   /**
    * <pre>
-   * `next_page_token` of the page before. Absent: the first page.
+   * `next_page_token` of the previous page. Default: the first page.
    * </pre>
    *
    * <code>string page_token = 2;</code>

@@ -54,7 +54,7 @@ public interface ListModelsResponseOrBuilder extends
 
   /**
    * <pre>
-   * Token of the next page. Absent: this is the last.
+   * Token of the next page. Empty: this is the last page.
    * </pre>
    *
    * <code>string next_page_token = 2;</code>
@@ -63,7 +63,7 @@ public interface ListModelsResponseOrBuilder extends
   java.lang.String getNextPageToken();
   /**
    * <pre>
-   * Token of the next page. Absent: this is the last.
+   * Token of the next page. Empty: this is the last page.
    * </pre>
    *
    * <code>string next_page_token = 2;</code>

@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   private int pageSize_ = 0;
   /**
    * <pre>
-   * Most requests to return, 0 to 1000. Absent or 0: 100.
+   * Maximum requests to return; above 1000 it is taken as 1000. Default: 100.
    * </pre>
    *
    * <code>int32 page_size = 1;</code>
@@ -64,7 +64,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object pageToken_ = "";
   /**
    * <pre>
-   * `next_page_token` of the page before. Absent: the first page.
+   * `next_page_token` of the previous page. Default: the first page.
    * </pre>
    *
    * <code>string page_token = 2;</code>
@@ -85,7 +85,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * `next_page_token` of the page before. Absent: the first page.
+   * `next_page_token` of the previous page. Default: the first page.
    * </pre>
    *
    * <code>string page_token = 2;</code>
@@ -462,7 +462,7 @@ private static final long serialVersionUID = 0L;
     private int pageSize_ ;
     /**
      * <pre>
-     * Most requests to return, 0 to 1000. Absent or 0: 100.
+     * Maximum requests to return; above 1000 it is taken as 1000. Default: 100.
      * </pre>
      *
      * <code>int32 page_size = 1;</code>
@@ -474,7 +474,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most requests to return, 0 to 1000. Absent or 0: 100.
+     * Maximum requests to return; above 1000 it is taken as 1000. Default: 100.
      * </pre>
      *
      * <code>int32 page_size = 1;</code>
@@ -490,7 +490,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most requests to return, 0 to 1000. Absent or 0: 100.
+     * Maximum requests to return; above 1000 it is taken as 1000. Default: 100.
      * </pre>
      *
      * <code>int32 page_size = 1;</code>
@@ -506,7 +506,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object pageToken_ = "";
     /**
      * <pre>
-     * `next_page_token` of the page before. Absent: the first page.
+     * `next_page_token` of the previous page. Default: the first page.
      * </pre>
      *
      * <code>string page_token = 2;</code>
@@ -526,7 +526,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `next_page_token` of the page before. Absent: the first page.
+     * `next_page_token` of the previous page. Default: the first page.
      * </pre>
      *
      * <code>string page_token = 2;</code>
@@ -547,7 +547,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `next_page_token` of the page before. Absent: the first page.
+     * `next_page_token` of the previous page. Default: the first page.
      * </pre>
      *
      * <code>string page_token = 2;</code>
@@ -564,7 +564,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `next_page_token` of the page before. Absent: the first page.
+     * `next_page_token` of the previous page. Default: the first page.
      * </pre>
      *
      * <code>string page_token = 2;</code>
@@ -578,7 +578,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `next_page_token` of the page before. Absent: the first page.
+     * `next_page_token` of the previous page. Default: the first page.
      * </pre>
      *
      * <code>string page_token = 2;</code>

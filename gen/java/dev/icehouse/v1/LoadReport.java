@@ -6,10 +6,10 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * The trailer `endpoint-load-metrics-bin` of every call, where the server was told to send it
- * (--load-report). On the wire it is xds.data.orca.v3.OrcaLoadReport, number by number
- * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51): balancers parse it
- * as that. It is repeated here because both published Python packages of that proto replace files of
+ * The trailer `endpoint-load-metrics-bin` of every call, where the server is started with
+ * --load-report. It is compatible with xds.data.orca.v3.OrcaLoadReport, field number by field number
+ * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51), and load balancers parse it
+ * as that. It is repeated here because both published Python packages of that proto overwrite files of
  * other packages.
  * </pre>
  *
@@ -63,7 +63,7 @@ private static final long serialVersionUID = 0L;
   private double memUtilization_ = 0D;
   /**
    * <pre>
-   * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+   * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
    * </pre>
    *
    * <code>double mem_utilization = 2;</code>
@@ -93,7 +93,7 @@ private static final long serialVersionUID = 0L;
   private double eps_ = 0D;
   /**
    * <pre>
-   * Requests broken per second, over the last sample interval.
+   * Requests failed per second, over the last sample interval.
    * </pre>
    *
    * <code>double eps = 7;</code>
@@ -133,7 +133,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -155,7 +155,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -167,7 +167,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -184,7 +184,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -205,8 +205,8 @@ private static final long serialVersionUID = 0L;
   private double applicationUtilization_ = 0D;
   /**
    * <pre>
-   * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-   * are better sent elsewhere.
+   * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+   * requests to another server.
    * </pre>
    *
    * <code>double application_utilization = 9;</code>
@@ -439,10 +439,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The trailer `endpoint-load-metrics-bin` of every call, where the server was told to send it
-   * (--load-report). On the wire it is xds.data.orca.v3.OrcaLoadReport, number by number
-   * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51): balancers parse it
-   * as that. It is repeated here because both published Python packages of that proto replace files of
+   * The trailer `endpoint-load-metrics-bin` of every call, where the server is started with
+   * --load-report. It is compatible with xds.data.orca.v3.OrcaLoadReport, field number by field number
+   * (github.com/cncf/xds, xds/data/orca/v3/orca_load_report.proto; gRPC proposal A51), and load balancers parse it
+   * as that. It is repeated here because both published Python packages of that proto overwrite files of
    * other packages.
    * </pre>
    *
@@ -691,7 +691,7 @@ private static final long serialVersionUID = 0L;
     private double memUtilization_ ;
     /**
      * <pre>
-     * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+     * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
      * </pre>
      *
      * <code>double mem_utilization = 2;</code>
@@ -703,7 +703,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+     * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
      * </pre>
      *
      * <code>double mem_utilization = 2;</code>
@@ -719,7 +719,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+     * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
      * </pre>
      *
      * <code>double mem_utilization = 2;</code>
@@ -779,7 +779,7 @@ private static final long serialVersionUID = 0L;
     private double eps_ ;
     /**
      * <pre>
-     * Requests broken per second, over the last sample interval.
+     * Requests failed per second, over the last sample interval.
      * </pre>
      *
      * <code>double eps = 7;</code>
@@ -791,7 +791,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests broken per second, over the last sample interval.
+     * Requests failed per second, over the last sample interval.
      * </pre>
      *
      * <code>double eps = 7;</code>
@@ -807,7 +807,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests broken per second, over the last sample interval.
+     * Requests failed per second, over the last sample interval.
      * </pre>
      *
      * <code>double eps = 7;</code>
@@ -849,7 +849,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -871,7 +871,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -883,7 +883,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -900,7 +900,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -925,7 +925,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -949,7 +949,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -967,7 +967,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-     * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+     * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
      * </pre>
      *
      * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -983,8 +983,8 @@ private static final long serialVersionUID = 0L;
     private double applicationUtilization_ ;
     /**
      * <pre>
-     * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-     * are better sent elsewhere.
+     * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+     * requests to another server.
      * </pre>
      *
      * <code>double application_utilization = 9;</code>
@@ -996,8 +996,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-     * are better sent elsewhere.
+     * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+     * requests to another server.
      * </pre>
      *
      * <code>double application_utilization = 9;</code>
@@ -1013,8 +1013,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-     * are better sent elsewhere.
+     * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+     * requests to another server.
      * </pre>
      *
      * <code>double application_utilization = 9;</code>

@@ -10,7 +10,7 @@ public interface LoadReportOrBuilder extends
 
   /**
    * <pre>
-   * Share of the engine's memory limit that MLX holds, 0 to 1. 0 also when there is no limit.
+   * Fraction of the engine's memory limit that MLX holds, 0 to 1. Also 0 when there is no limit.
    * </pre>
    *
    * <code>double mem_utilization = 2;</code>
@@ -30,7 +30,7 @@ public interface LoadReportOrBuilder extends
 
   /**
    * <pre>
-   * Requests broken per second, over the last sample interval.
+   * Requests failed per second, over the last sample interval.
    * </pre>
    *
    * <code>double eps = 7;</code>
@@ -41,7 +41,7 @@ public interface LoadReportOrBuilder extends
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -50,7 +50,7 @@ public interface LoadReportOrBuilder extends
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -66,7 +66,7 @@ public interface LoadReportOrBuilder extends
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -76,7 +76,7 @@ public interface LoadReportOrBuilder extends
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -87,7 +87,7 @@ public interface LoadReportOrBuilder extends
   /**
    * <pre>
    * By name: "icehouse.waiting" (requests in the queue), "icehouse.decoding" (requests in the decode
-   * batch), "icehouse.hit_ratio" (prompt tokens reused over prompt tokens, since start, 0 to 1).
+   * batch), "icehouse.hit_ratio" (prompt tokens reused divided by prompt tokens, since the start, 0 to 1).
    * </pre>
    *
    * <code>map&lt;string, double&gt; named_metrics = 8;</code>
@@ -97,8 +97,8 @@ public interface LoadReportOrBuilder extends
 
   /**
    * <pre>
-   * Requests running and waiting over the size of the decode batch. Above 1 when some wait: new requests
-   * are better sent elsewhere.
+   * Requests running and waiting, divided by the size of the decode batch. Above 1 when some wait: send new
+   * requests to another server.
    * </pre>
    *
    * <code>double application_utilization = 9;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Which log probabilities to tell. Set, even if empty: those of every output token.
+ * Which log probabilities to return. If the message is set, even if empty: those of every output token.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.LogprobsOptions}
@@ -48,8 +48,8 @@ private static final long serialVersionUID = 0L;
   private int topCount_ = 0;
   /**
    * <pre>
-   * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE). Absent: 0.
+   * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+   * PARAMETER_OUT_OF_RANGE). Default: 0.
    * </pre>
    *
    * <code>int32 top_count = 1;</code>
@@ -64,8 +64,8 @@ private static final long serialVersionUID = 0L;
   private boolean prompt_ = false;
   /**
    * <pre>
-   * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+   * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
    * </pre>
    *
    * <code>bool prompt = 2;</code>
@@ -82,8 +82,8 @@ private static final long serialVersionUID = 0L;
       emptyIntList();
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>
@@ -96,8 +96,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>
@@ -108,8 +108,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>
@@ -320,7 +320,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Which log probabilities to tell. Set, even if empty: those of every output token.
+   * Which log probabilities to return. If the message is set, even if empty: those of every output token.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.LogprobsOptions}
@@ -537,8 +537,8 @@ private static final long serialVersionUID = 0L;
     private int topCount_ ;
     /**
      * <pre>
-     * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE). Absent: 0.
+     * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+     * PARAMETER_OUT_OF_RANGE). Default: 0.
      * </pre>
      *
      * <code>int32 top_count = 1;</code>
@@ -550,8 +550,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE). Absent: 0.
+     * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+     * PARAMETER_OUT_OF_RANGE). Default: 0.
      * </pre>
      *
      * <code>int32 top_count = 1;</code>
@@ -567,8 +567,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE). Absent: 0.
+     * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+     * PARAMETER_OUT_OF_RANGE). Default: 0.
      * </pre>
      *
      * <code>int32 top_count = 1;</code>
@@ -584,8 +584,8 @@ private static final long serialVersionUID = 0L;
     private boolean prompt_ ;
     /**
      * <pre>
-     * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+     * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
      * </pre>
      *
      * <code>bool prompt = 2;</code>
@@ -597,8 +597,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+     * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
      * </pre>
      *
      * <code>bool prompt = 2;</code>
@@ -614,8 +614,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+     * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+     * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
      * </pre>
      *
      * <code>bool prompt = 2;</code>
@@ -637,8 +637,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -651,8 +651,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -663,8 +663,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -676,8 +676,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -696,8 +696,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -714,8 +714,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>
@@ -733,8 +733,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-     * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+     * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+     * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
      * </pre>
      *
      * <code>repeated int32 token_ids = 3;</code>

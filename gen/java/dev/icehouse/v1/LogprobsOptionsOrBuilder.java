@@ -10,8 +10,8 @@ public interface LogprobsOptionsOrBuilder extends
 
   /**
    * <pre>
-   * How many of the likeliest tokens to tell beside each one, 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE). Absent: 0.
+   * How many of the most likely tokens to return beside each one, 0 to 20 (otherwise
+   * PARAMETER_OUT_OF_RANGE). Default: 0.
    * </pre>
    *
    * <code>int32 top_count = 1;</code>
@@ -21,8 +21,8 @@ public interface LogprobsOptionsOrBuilder extends
 
   /**
    * <pre>
-   * Also tell those of the prompt's tokens. The whole prompt is then computed, in short pieces:
-   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Absent: false.
+   * Also return those of the prompt's tokens. The whole prompt is then computed, in short pieces:
+   * nothing of it is taken from the cache (REUSE_LIMIT_PROMPT_LOGPROBS). Default: false.
    * </pre>
    *
    * <code>bool prompt = 2;</code>
@@ -32,8 +32,8 @@ public interface LogprobsOptionsOrBuilder extends
 
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>
@@ -42,8 +42,8 @@ public interface LogprobsOptionsOrBuilder extends
   java.util.List<java.lang.Integer> getTokenIdsList();
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>
@@ -52,8 +52,8 @@ public interface LogprobsOptionsOrBuilder extends
   int getTokenIdsCount();
   /**
    * <pre>
-   * Also tell those of these tokens, in every place and however unlikely: 0 to 20 (beyond it
-   * PARAMETER_OUT_OF_RANGE), each inside the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize tells the ids.
+   * Also return those of these tokens, at every position and however unlikely: 0 to 20 tokens (otherwise
+   * PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE). Tokenize returns the ids.
    * </pre>
    *
    * <code>repeated int32 token_ids = 3;</code>

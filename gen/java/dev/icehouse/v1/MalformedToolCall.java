@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Text that began as a call and cannot be read as one.
+ * Text that began as a call and cannot be parsed as one.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.MalformedToolCall}
@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object text_ = "";
   /**
    * <pre>
-   * What the model wrote, markers included. It is a part of the output's text too.
+   * What the model wrote, including markers. It is part of the output's text, too.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the model wrote, markers included. It is a part of the output's text too.
+   * What the model wrote, including markers. It is part of the output's text, too.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -307,7 +307,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Text that began as a call and cannot be read as one.
+   * Text that began as a call and cannot be parsed as one.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.MalformedToolCall}
@@ -496,7 +496,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object text_ = "";
     /**
      * <pre>
-     * What the model wrote, markers included. It is a part of the output's text too.
+     * What the model wrote, including markers. It is part of the output's text, too.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -516,7 +516,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the model wrote, markers included. It is a part of the output's text too.
+     * What the model wrote, including markers. It is part of the output's text, too.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -537,7 +537,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the model wrote, markers included. It is a part of the output's text too.
+     * What the model wrote, including markers. It is part of the output's text, too.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -554,7 +554,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the model wrote, markers included. It is a part of the output's text too.
+     * What the model wrote, including markers. It is part of the output's text, too.
      * </pre>
      *
      * <code>string text = 1;</code>
@@ -568,7 +568,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the model wrote, markers included. It is a part of the output's text too.
+     * What the model wrote, including markers. It is part of the output's text, too.
      * </pre>
      *
      * <code>string text = 1;</code>

@@ -10,7 +10,7 @@ public interface MalformedToolCallOrBuilder extends
 
   /**
    * <pre>
-   * What the model wrote, markers included. It is a part of the output's text too.
+   * What the model wrote, including markers. It is part of the output's text, too.
    * </pre>
    *
    * <code>string text = 1;</code>
@@ -19,7 +19,7 @@ public interface MalformedToolCallOrBuilder extends
   java.lang.String getText();
   /**
    * <pre>
-   * What the model wrote, markers included. It is a part of the output's text too.
+   * What the model wrote, including markers. It is part of the output's text, too.
    * </pre>
    *
    * <code>string text = 1;</code>

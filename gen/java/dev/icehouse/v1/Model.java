@@ -60,7 +60,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object id_ = "";
   /**
    * <pre>
-   * The name callers use in `model`.
+   * The name that requests use in `model`.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -81,7 +81,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The name callers use in `model`.
+   * The name that requests use in `model`.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -307,7 +307,7 @@ private static final long serialVersionUID = 0L;
   private long kvBytesPerToken_ = 0L;
   /**
    * <pre>
-   * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+   * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
    * </pre>
    *
    * <code>int64 kv_bytes_per_token = 9;</code>
@@ -376,7 +376,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object fingerprint_ = "";
   /**
    * <pre>
-   * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+   * Hash of everything that KV depends on, in hex. Empty: there is no cache.
    * </pre>
    *
    * <code>string fingerprint = 11;</code>
@@ -397,7 +397,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+   * Hash of everything that KV depends on, in hex. Empty: there is no cache.
    * </pre>
    *
    * <code>string fingerprint = 11;</code>
@@ -527,7 +527,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.Adapter> adapters_;
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -538,7 +538,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -550,7 +550,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -561,7 +561,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -572,7 +572,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -587,7 +587,7 @@ private static final long serialVersionUID = 0L;
   private int embeddingDimensions_ = 0;
   /**
    * <pre>
-   * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+   * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
    * </pre>
    *
    * <code>int32 embedding_dimensions = 16;</code>
@@ -602,7 +602,7 @@ private static final long serialVersionUID = 0L;
   private boolean readsImages_ = false;
   /**
    * <pre>
-   * Whether chat prompts may have images in them.
+   * Whether chat prompts may contain images.
    * </pre>
    *
    * <code>bool reads_images = 17;</code>
@@ -627,8 +627,8 @@ private static final long serialVersionUID = 0L;
           };
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -641,8 +641,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -654,8 +654,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -668,8 +668,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -682,8 +682,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -700,7 +700,7 @@ private static final long serialVersionUID = 0L;
   private boolean runsImagesWhole_ = false;
   /**
    * <pre>
-   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
    * no chunk of a prompt ends inside it.
    * </pre>
    *
@@ -716,7 +716,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.ReplyFormat replyFormat_;
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -728,7 +728,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -740,7 +740,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -1691,7 +1691,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object id_ = "";
     /**
      * <pre>
-     * The name callers use in `model`.
+     * The name that requests use in `model`.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -1711,7 +1711,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `model`.
+     * The name that requests use in `model`.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -1732,7 +1732,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `model`.
+     * The name that requests use in `model`.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -1749,7 +1749,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `model`.
+     * The name that requests use in `model`.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -1763,7 +1763,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name callers use in `model`.
+     * The name that requests use in `model`.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -2235,7 +2235,7 @@ private static final long serialVersionUID = 0L;
     private long kvBytesPerToken_ ;
     /**
      * <pre>
-     * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+     * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
      * </pre>
      *
      * <code>int64 kv_bytes_per_token = 9;</code>
@@ -2247,7 +2247,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+     * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
      * </pre>
      *
      * <code>int64 kv_bytes_per_token = 9;</code>
@@ -2263,7 +2263,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+     * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
      * </pre>
      *
      * <code>int64 kv_bytes_per_token = 9;</code>
@@ -2426,7 +2426,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object fingerprint_ = "";
     /**
      * <pre>
-     * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+     * Hash of everything that KV depends on, in hex. Empty: there is no cache.
      * </pre>
      *
      * <code>string fingerprint = 11;</code>
@@ -2446,7 +2446,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+     * Hash of everything that KV depends on, in hex. Empty: there is no cache.
      * </pre>
      *
      * <code>string fingerprint = 11;</code>
@@ -2467,7 +2467,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+     * Hash of everything that KV depends on, in hex. Empty: there is no cache.
      * </pre>
      *
      * <code>string fingerprint = 11;</code>
@@ -2484,7 +2484,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+     * Hash of everything that KV depends on, in hex. Empty: there is no cache.
      * </pre>
      *
      * <code>string fingerprint = 11;</code>
@@ -2498,7 +2498,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+     * Hash of everything that KV depends on, in hex. Empty: there is no cache.
      * </pre>
      *
      * <code>string fingerprint = 11;</code>
@@ -2777,7 +2777,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2791,7 +2791,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2805,7 +2805,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2819,7 +2819,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2840,7 +2840,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2858,7 +2858,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2878,7 +2878,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2899,7 +2899,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2917,7 +2917,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2935,7 +2935,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2954,7 +2954,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2971,7 +2971,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2988,7 +2988,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -2999,7 +2999,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -3013,7 +3013,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -3028,7 +3028,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -3039,7 +3039,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -3051,7 +3051,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapters that requests may choose, in the config's order. Absent: none.
+     * The adapters that requests may choose, in the order of the configuration.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -3078,7 +3078,7 @@ private static final long serialVersionUID = 0L;
     private int embeddingDimensions_ ;
     /**
      * <pre>
-     * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+     * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
      * </pre>
      *
      * <code>int32 embedding_dimensions = 16;</code>
@@ -3090,7 +3090,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+     * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
      * </pre>
      *
      * <code>int32 embedding_dimensions = 16;</code>
@@ -3106,7 +3106,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+     * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
      * </pre>
      *
      * <code>int32 embedding_dimensions = 16;</code>
@@ -3122,7 +3122,7 @@ private static final long serialVersionUID = 0L;
     private boolean readsImages_ ;
     /**
      * <pre>
-     * Whether chat prompts may have images in them.
+     * Whether chat prompts may contain images.
      * </pre>
      *
      * <code>bool reads_images = 17;</code>
@@ -3134,7 +3134,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether chat prompts may have images in them.
+     * Whether chat prompts may contain images.
      * </pre>
      *
      * <code>bool reads_images = 17;</code>
@@ -3150,7 +3150,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether chat prompts may have images in them.
+     * Whether chat prompts may contain images.
      * </pre>
      *
      * <code>bool reads_images = 17;</code>
@@ -3173,8 +3173,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3186,8 +3186,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3198,8 +3198,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3211,8 +3211,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3232,8 +3232,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3251,8 +3251,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3270,8 +3270,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3285,8 +3285,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3298,8 +3298,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3311,8 +3311,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3329,8 +3329,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3345,8 +3345,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-     * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+     * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+     * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -3366,7 +3366,7 @@ private static final long serialVersionUID = 0L;
     private boolean runsImagesWhole_ ;
     /**
      * <pre>
-     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
      * no chunk of a prompt ends inside it.
      * </pre>
      *
@@ -3379,7 +3379,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
      * no chunk of a prompt ends inside it.
      * </pre>
      *
@@ -3396,7 +3396,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+     * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
      * no chunk of a prompt ends inside it.
      * </pre>
      *
@@ -3415,7 +3415,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ReplyFormat, dev.icehouse.v1.ReplyFormat.Builder, dev.icehouse.v1.ReplyFormatOrBuilder> replyFormatBuilder_;
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3426,7 +3426,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3441,7 +3441,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3461,7 +3461,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3479,7 +3479,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3504,7 +3504,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3521,7 +3521,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3533,7 +3533,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -3548,7 +3548,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How its chat replies are read. Absent: it has no chat template.
+     * How its chat replies are parsed. Not set: it has no chat template.
      * </pre>
      *
      * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>

@@ -10,7 +10,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * The name callers use in `model`.
+   * The name that requests use in `model`.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -19,7 +19,7 @@ public interface ModelOrBuilder extends
   java.lang.String getId();
   /**
    * <pre>
-   * The name callers use in `model`.
+   * The name that requests use in `model`.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -130,7 +130,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Bytes by which KV grows per token over all layers of unlimited context. 0: unknown.
+   * Bytes of KV per token, over all layers of unlimited context. 0: unknown.
    * </pre>
    *
    * <code>int64 kv_bytes_per_token = 9;</code>
@@ -181,7 +181,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+   * Hash of everything that KV depends on, in hex. Empty: there is no cache.
    * </pre>
    *
    * <code>string fingerprint = 11;</code>
@@ -190,7 +190,7 @@ public interface ModelOrBuilder extends
   java.lang.String getFingerprint();
   /**
    * <pre>
-   * Identity of everything KV depends on, in hex. Absent: no cache is kept.
+   * Hash of everything that KV depends on, in hex. Empty: there is no cache.
    * </pre>
    *
    * <code>string fingerprint = 11;</code>
@@ -260,7 +260,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -269,7 +269,7 @@ public interface ModelOrBuilder extends
       getAdaptersList();
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -277,7 +277,7 @@ public interface ModelOrBuilder extends
   dev.icehouse.v1.Adapter getAdapters(int index);
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -285,7 +285,7 @@ public interface ModelOrBuilder extends
   int getAdaptersCount();
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -294,7 +294,7 @@ public interface ModelOrBuilder extends
       getAdaptersOrBuilderList();
   /**
    * <pre>
-   * The adapters that requests may choose, in the config's order. Absent: none.
+   * The adapters that requests may choose, in the order of the configuration.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Adapter adapters = 15;</code>
@@ -304,7 +304,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Dimensions of the vectors that EmbeddingService gives. 0: it gives none with this model.
+   * Dimensions of the vectors of EmbeddingService. 0: this model cannot embed.
    * </pre>
    *
    * <code>int32 embedding_dimensions = 16;</code>
@@ -314,7 +314,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Whether chat prompts may have images in them.
+   * Whether chat prompts may contain images.
    * </pre>
    *
    * <code>bool reads_images = 17;</code>
@@ -324,8 +324,8 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -334,8 +334,8 @@ public interface ModelOrBuilder extends
   java.util.List<dev.icehouse.v1.PassSplit> getPassSplitsList();
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -344,8 +344,8 @@ public interface ModelOrBuilder extends
   int getPassSplitsCount();
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -355,8 +355,8 @@ public interface ModelOrBuilder extends
   dev.icehouse.v1.PassSplit getPassSplits(int index);
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -366,8 +366,8 @@ public interface ModelOrBuilder extends
   getPassSplitsValueList();
   /**
    * <pre>
-   * Where sequences are kept apart in a forward pass that they share; a model may have layers of two kinds.
-   * PASS_SPLIT_ALONE stands by itself: sequences share no pass then, and take turns token by token.
+   * Where sequences are computed separately within a shared forward pass; a model may have layers of two kinds.
+   * PASS_SPLIT_ALONE is never combined with others: sequences share no pass, and take turns token by token.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PassSplit pass_splits = 18;</code>
@@ -378,7 +378,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * Whether each token of an image sees all of it: such an image runs in one pass, whatever else waits, and
+   * Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
    * no chunk of a prompt ends inside it.
    * </pre>
    *
@@ -389,7 +389,7 @@ public interface ModelOrBuilder extends
 
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -398,7 +398,7 @@ public interface ModelOrBuilder extends
   boolean hasReplyFormat();
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
@@ -407,7 +407,7 @@ public interface ModelOrBuilder extends
   dev.icehouse.v1.ReplyFormat getReplyFormat();
   /**
    * <pre>
-   * How its chat replies are read. Absent: it has no chat template.
+   * How its chat replies are parsed. Not set: it has no chat template.
    * </pre>
    *
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>

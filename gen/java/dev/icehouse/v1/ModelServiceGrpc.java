@@ -4,7 +4,7 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+ * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -138,14 +138,14 @@ public final class ModelServiceGrpc {
 
   /**
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public interface AsyncService {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     default void listModels(dev.icehouse.v1.ListModelsRequest request,
@@ -167,7 +167,7 @@ public final class ModelServiceGrpc {
   /**
    * Base class for the server implementation of the service ModelService.
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static abstract class ModelServiceImplBase
@@ -181,7 +181,7 @@ public final class ModelServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service ModelService.
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class ModelServiceStub
@@ -199,7 +199,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public void listModels(dev.icehouse.v1.ListModelsRequest request,
@@ -223,7 +223,7 @@ public final class ModelServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service ModelService.
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class ModelServiceBlockingV2Stub
@@ -241,7 +241,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public dev.icehouse.v1.ListModelsResponse listModels(dev.icehouse.v1.ListModelsRequest request) throws io.grpc.StatusException {
@@ -263,7 +263,7 @@ public final class ModelServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service ModelService.
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class ModelServiceBlockingStub
@@ -281,7 +281,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public dev.icehouse.v1.ListModelsResponse listModels(dev.icehouse.v1.ListModelsRequest request) {
@@ -303,7 +303,7 @@ public final class ModelServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service ModelService.
    * <pre>
-   * Names and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class ModelServiceFutureStub
@@ -321,7 +321,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a bad page size or token.
+     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.ListModelsResponse> listModels(

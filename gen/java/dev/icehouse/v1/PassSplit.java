@@ -6,7 +6,8 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Where sequences that share a forward pass are kept apart. What is outside is computed for all of them at once.
+ * Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
+ * at once.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.PassSplit}
@@ -23,7 +24,7 @@ public enum PassSplit
   PASS_SPLIT_UNSPECIFIED(0),
   /**
    * <pre>
-   * In attention alone.
+   * Only in attention.
    * </pre>
    *
    * <code>PASS_SPLIT_ATTENTION = 1;</code>
@@ -31,7 +32,7 @@ public enum PassSplit
   PASS_SPLIT_ATTENTION(1),
   /**
    * <pre>
-   * In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+   * In the module of a layer that keeps its state, such as a convolution or a special kind of attention.
    * </pre>
    *
    * <code>PASS_SPLIT_MODULE = 2;</code>
@@ -58,7 +59,7 @@ public enum PassSplit
   public static final int PASS_SPLIT_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * In attention alone.
+   * Only in attention.
    * </pre>
    *
    * <code>PASS_SPLIT_ATTENTION = 1;</code>
@@ -66,7 +67,7 @@ public enum PassSplit
   public static final int PASS_SPLIT_ATTENTION_VALUE = 1;
   /**
    * <pre>
-   * In the module of a layer that keeps its state, such as a convolution or an attention of a kind of its own.
+   * In the module of a layer that keeps its state, such as a convolution or a special kind of attention.
    * </pre>
    *
    * <code>PASS_SPLIT_MODULE = 2;</code>

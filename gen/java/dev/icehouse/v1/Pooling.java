@@ -15,7 +15,7 @@ public enum Pooling
     implements com.google.protobuf.ProtocolMessageEnum {
   /**
    * <pre>
-   * Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for.
+   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
    * </pre>
    *
    * <code>POOLING_UNSPECIFIED = 0;</code>
@@ -23,7 +23,7 @@ public enum Pooling
   POOLING_UNSPECIFIED(0),
   /**
    * <pre>
-   * The last token's: the only one that has seen the whole input.
+   * That of the last token, the only one that attends to the whole input.
    * </pre>
    *
    * <code>POOLING_LAST_TOKEN = 1;</code>
@@ -31,7 +31,7 @@ public enum Pooling
   POOLING_LAST_TOKEN(1),
   /**
    * <pre>
-   * The mean of all tokens'.
+   * The mean over all tokens.
    * </pre>
    *
    * <code>POOLING_MEAN = 2;</code>
@@ -42,7 +42,7 @@ public enum Pooling
 
   /**
    * <pre>
-   * Same as POOLING_LAST_TOKEN, which is what models that read from left to right are trained for.
+   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
    * </pre>
    *
    * <code>POOLING_UNSPECIFIED = 0;</code>
@@ -50,7 +50,7 @@ public enum Pooling
   public static final int POOLING_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * The last token's: the only one that has seen the whole input.
+   * That of the last token, the only one that attends to the whole input.
    * </pre>
    *
    * <code>POOLING_LAST_TOKEN = 1;</code>
@@ -58,7 +58,7 @@ public enum Pooling
   public static final int POOLING_LAST_TOKEN_VALUE = 1;
   /**
    * <pre>
-   * The mean of all tokens'.
+   * The mean over all tokens.
    * </pre>
    *
    * <code>POOLING_MEAN = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How far the prompt is computed.
+ * How much of the prompt is computed.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.PrefillProgress}
@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   private int processedTokens_ = 0;
   /**
    * <pre>
-   * Prompt tokens done, reused ones included.
+   * Prompt tokens done, including reused ones.
    * </pre>
    *
    * <code>int32 processed_tokens = 1;</code>
@@ -79,8 +79,8 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.TokenLogprobs> promptLogprobs_;
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -91,8 +91,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -104,8 +104,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -116,8 +116,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -128,8 +128,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -323,7 +323,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How far the prompt is computed.
+   * How much of the prompt is computed.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.PrefillProgress}
@@ -567,7 +567,7 @@ private static final long serialVersionUID = 0L;
     private int processedTokens_ ;
     /**
      * <pre>
-     * Prompt tokens done, reused ones included.
+     * Prompt tokens done, including reused ones.
      * </pre>
      *
      * <code>int32 processed_tokens = 1;</code>
@@ -579,7 +579,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt tokens done, reused ones included.
+     * Prompt tokens done, including reused ones.
      * </pre>
      *
      * <code>int32 processed_tokens = 1;</code>
@@ -595,7 +595,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt tokens done, reused ones included.
+     * Prompt tokens done, including reused ones.
      * </pre>
      *
      * <code>int32 processed_tokens = 1;</code>
@@ -666,8 +666,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -681,8 +681,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -696,8 +696,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -711,8 +711,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -733,8 +733,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -752,8 +752,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -773,8 +773,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -795,8 +795,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -814,8 +814,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -833,8 +833,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -853,8 +853,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -871,8 +871,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -889,8 +889,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -901,8 +901,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -916,8 +916,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -932,8 +932,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -944,8 +944,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -957,8 +957,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-     * token. Absent: not asked for, or no new ones.
+     * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+     * token. Empty: not requested, or no new ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>

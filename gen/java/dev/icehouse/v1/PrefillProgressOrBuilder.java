@@ -10,7 +10,7 @@ public interface PrefillProgressOrBuilder extends
 
   /**
    * <pre>
-   * Prompt tokens done, reused ones included.
+   * Prompt tokens done, including reused ones.
    * </pre>
    *
    * <code>int32 processed_tokens = 1;</code>
@@ -30,8 +30,8 @@ public interface PrefillProgressOrBuilder extends
 
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -40,8 +40,8 @@ public interface PrefillProgressOrBuilder extends
       getPromptLogprobsList();
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -49,8 +49,8 @@ public interface PrefillProgressOrBuilder extends
   dev.icehouse.v1.TokenLogprobs getPromptLogprobs(int index);
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -58,8 +58,8 @@ public interface PrefillProgressOrBuilder extends
   int getPromptLogprobsCount();
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>
@@ -68,8 +68,8 @@ public interface PrefillProgressOrBuilder extends
       getPromptLogprobsOrBuilderList();
   /**
    * <pre>
-   * Log probabilities of the prompt tokens behind the last ones told; none for the prompt's first
-   * token. Absent: not asked for, or no new ones.
+   * Log probabilities of the prompt tokens since the last message; none for the prompt's first
+   * token. Empty: not requested, or no new ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenLogprobs prompt_logprobs = 3;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Where a prompt stops to be what a cached one is.
+ * Where a prompt diverges from a cached one.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.PrefixDivergence}
@@ -326,7 +326,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where a prompt stops to be what a cached one is.
+   * Where a prompt diverges from a cached one.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.PrefixDivergence}

@@ -4,127 +4,2130 @@
 // Protobuf Java Version: 3.25.8
 package dev.icehouse.v1;
 
-public final class Prompt {
-  private Prompt() {}
-  public static void registerAllExtensions(
-      com.google.protobuf.ExtensionRegistryLite registry) {
+/**
+ * <pre>
+ * A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
+ * prompt takes this message, so a prompt can be tokenized, warmed, explained, pinned and evicted exactly as it
+ * is generated from.
+ * </pre>
+ *
+ * Protobuf type {@code icehouse.v1.Prompt}
+ */
+public final class Prompt extends
+    com.google.protobuf.GeneratedMessageV3 implements
+    // @@protoc_insertion_point(message_implements:icehouse.v1.Prompt)
+    PromptOrBuilder {
+private static final long serialVersionUID = 0L;
+  // Use Prompt.newBuilder() to construct.
+  private Prompt(com.google.protobuf.GeneratedMessageV3.Builder<?> builder) {
+    super(builder);
+  }
+  private Prompt() {
+    tools_ = java.util.Collections.emptyList();
+    adapter_ = "";
   }
 
-  public static void registerAllExtensions(
-      com.google.protobuf.ExtensionRegistry registry) {
-    registerAllExtensions(
-        (com.google.protobuf.ExtensionRegistryLite) registry);
+  @java.lang.Override
+  @SuppressWarnings({"unused"})
+  protected java.lang.Object newInstance(
+      UnusedPrivateParameter unused) {
+    return new Prompt();
   }
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_ChatPrompt_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_ChatMessage_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_ChatMessage_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_ContentPart_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_ContentPart_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_ImagePart_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_ImagePart_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_InfillPrompt_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable;
-  static final com.google.protobuf.Descriptors.Descriptor
-    internal_static_icehouse_v1_TokenPrompt_descriptor;
-  static final 
-    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
-      internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable;
 
-  public static com.google.protobuf.Descriptors.FileDescriptor
+  public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return descriptor;
-  }
-  private static  com.google.protobuf.Descriptors.FileDescriptor
-      descriptor;
-  static {
-    java.lang.String[] descriptorData = {
-      "\n\030icehouse/v1/prompt.proto\022\013icehouse.v1\032" +
-      "\034google/protobuf/struct.proto\032\026icehouse/" +
-      "v1/tool.proto\"\313\001\n\nChatPrompt\022*\n\010messages" +
-      "\030\001 \003(\0132\030.icehouse.v1.ChatMessage\0223\n\022temp" +
-      "late_arguments\030\002 \001(\0132\027.google.protobuf.S" +
-      "truct\022\"\n\025add_generation_prompt\030\003 \001(\010H\000\210\001" +
-      "\001\022\036\n\026continue_final_message\030\004 \001(\010B\030\n\026_ad" +
-      "d_generation_prompt\"\330\001\n\013ChatMessage\022\014\n\004r" +
-      "ole\030\001 \001(\t\022\017\n\007content\030\002 \001(\t\022\021\n\004name\030\003 \001(\t" +
-      "H\000\210\001\001\022\021\n\treasoning\030\004 \001(\t\022)\n\ntool_calls\030\005" +
-      " \003(\0132\025.icehouse.v1.ToolCall\022\024\n\014tool_call" +
-      "_id\030\006 \001(\t\022\021\n\ttoken_ids\030\007 \003(\005\022\'\n\005parts\030\010 " +
-      "\003(\0132\030.icehouse.v1.ContentPartB\007\n\005_name\"N" +
-      "\n\013ContentPart\022\016\n\004text\030\001 \001(\tH\000\022\'\n\005image\030\002" +
-      " \001(\0132\026.icehouse.v1.ImagePartH\000B\006\n\004part\"r" +
-      "\n\tImagePart\022\016\n\004data\030\001 \001(\014H\000\022\r\n\003uri\030\002 \001(\t" +
-      "H\000\022\022\n\nmedia_type\030\003 \001(\t\022(\n\006detail\030\004 \001(\0162\030" +
-      ".icehouse.v1.ImageDetailB\010\n\006source\".\n\014In" +
-      "fillPrompt\022\016\n\006prefix\030\001 \001(\t\022\016\n\006suffix\030\002 \001" +
-      "(\t\"\032\n\013TokenPrompt\022\013\n\003ids\030\001 \003(\005*o\n\013ImageD" +
-      "etail\022\034\n\030IMAGE_DETAIL_UNSPECIFIED\020\000\022\025\n\021I" +
-      "MAGE_DETAIL_AUTO\020\001\022\024\n\020IMAGE_DETAIL_LOW\020\002" +
-      "\022\025\n\021IMAGE_DETAIL_HIGH\020\003B<\n\017dev.icehouse." +
-      "v1P\001Z\'icehouse.dev/api/icehouse/v1;iceho" +
-      "usev1b\006proto3"
-    };
-    descriptor = com.google.protobuf.Descriptors.FileDescriptor
-      .internalBuildGeneratedFileFrom(descriptorData,
-        new com.google.protobuf.Descriptors.FileDescriptor[] {
-          com.google.protobuf.StructProto.getDescriptor(),
-          dev.icehouse.v1.ToolOuterClass.getDescriptor(),
-        });
-    internal_static_icehouse_v1_ChatPrompt_descriptor =
-      getDescriptor().getMessageTypes().get(0);
-    internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_ChatPrompt_descriptor,
-        new java.lang.String[] { "Messages", "TemplateArguments", "AddGenerationPrompt", "ContinueFinalMessage", });
-    internal_static_icehouse_v1_ChatMessage_descriptor =
-      getDescriptor().getMessageTypes().get(1);
-    internal_static_icehouse_v1_ChatMessage_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_ChatMessage_descriptor,
-        new java.lang.String[] { "Role", "Content", "Name", "Reasoning", "ToolCalls", "ToolCallId", "TokenIds", "Parts", });
-    internal_static_icehouse_v1_ContentPart_descriptor =
-      getDescriptor().getMessageTypes().get(2);
-    internal_static_icehouse_v1_ContentPart_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_ContentPart_descriptor,
-        new java.lang.String[] { "Text", "Image", "Part", });
-    internal_static_icehouse_v1_ImagePart_descriptor =
-      getDescriptor().getMessageTypes().get(3);
-    internal_static_icehouse_v1_ImagePart_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_ImagePart_descriptor,
-        new java.lang.String[] { "Data", "Uri", "MediaType", "Detail", "Source", });
-    internal_static_icehouse_v1_InfillPrompt_descriptor =
-      getDescriptor().getMessageTypes().get(4);
-    internal_static_icehouse_v1_InfillPrompt_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_InfillPrompt_descriptor,
-        new java.lang.String[] { "Prefix", "Suffix", });
-    internal_static_icehouse_v1_TokenPrompt_descriptor =
-      getDescriptor().getMessageTypes().get(5);
-    internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable = new
-      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
-        internal_static_icehouse_v1_TokenPrompt_descriptor,
-        new java.lang.String[] { "Ids", });
-    com.google.protobuf.StructProto.getDescriptor();
-    dev.icehouse.v1.ToolOuterClass.getDescriptor();
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_Prompt_descriptor;
   }
 
-  // @@protoc_insertion_point(outer_class_scope)
+  @java.lang.Override
+  protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internalGetFieldAccessorTable() {
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_Prompt_fieldAccessorTable
+        .ensureFieldAccessorsInitialized(
+            dev.icehouse.v1.Prompt.class, dev.icehouse.v1.Prompt.Builder.class);
+  }
+
+  private int formCase_ = 0;
+  @SuppressWarnings("serial")
+  private java.lang.Object form_;
+  public enum FormCase
+      implements com.google.protobuf.Internal.EnumLite,
+          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
+    TEXT(1),
+    CHAT(2),
+    TOKENS(3),
+    INFILL(4),
+    FORM_NOT_SET(0);
+    private final int value;
+    private FormCase(int value) {
+      this.value = value;
+    }
+    /**
+     * @param value The number of the enum to look for.
+     * @return The enum associated with the given number.
+     * @deprecated Use {@link #forNumber(int)} instead.
+     */
+    @java.lang.Deprecated
+    public static FormCase valueOf(int value) {
+      return forNumber(value);
+    }
+
+    public static FormCase forNumber(int value) {
+      switch (value) {
+        case 1: return TEXT;
+        case 2: return CHAT;
+        case 3: return TOKENS;
+        case 4: return INFILL;
+        case 0: return FORM_NOT_SET;
+        default: return null;
+      }
+    }
+    public int getNumber() {
+      return this.value;
+    }
+  };
+
+  public FormCase
+  getFormCase() {
+    return FormCase.forNumber(
+        formCase_);
+  }
+
+  public static final int TEXT_FIELD_NUMBER = 1;
+  /**
+   * <pre>
+   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * </pre>
+   *
+   * <code>string text = 1;</code>
+   * @return Whether the text field is set.
+   */
+  public boolean hasText() {
+    return formCase_ == 1;
+  }
+  /**
+   * <pre>
+   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * </pre>
+   *
+   * <code>string text = 1;</code>
+   * @return The text.
+   */
+  public java.lang.String getText() {
+    java.lang.Object ref = "";
+    if (formCase_ == 1) {
+      ref = form_;
+    }
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      if (formCase_ == 1) {
+        form_ = s;
+      }
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * Plain text. The tokenizer adds the model's start token if the model wants one.
+   * </pre>
+   *
+   * <code>string text = 1;</code>
+   * @return The bytes for text.
+   */
+  public com.google.protobuf.ByteString
+      getTextBytes() {
+    java.lang.Object ref = "";
+    if (formCase_ == 1) {
+      ref = form_;
+    }
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      if (formCase_ == 1) {
+        form_ = b;
+      }
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
+  public static final int CHAT_FIELD_NUMBER = 2;
+  /**
+   * <pre>
+   * A conversation.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+   * @return Whether the chat field is set.
+   */
+  @java.lang.Override
+  public boolean hasChat() {
+    return formCase_ == 2;
+  }
+  /**
+   * <pre>
+   * A conversation.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+   * @return The chat.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ChatPrompt getChat() {
+    if (formCase_ == 2) {
+       return (dev.icehouse.v1.ChatPrompt) form_;
+    }
+    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * A conversation.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
+    if (formCase_ == 2) {
+       return (dev.icehouse.v1.ChatPrompt) form_;
+    }
+    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+  }
+
+  public static final int TOKENS_FIELD_NUMBER = 3;
+  /**
+   * <pre>
+   * Token ids, used as they are.
+   * </pre>
+   *
+   * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+   * @return Whether the tokens field is set.
+   */
+  @java.lang.Override
+  public boolean hasTokens() {
+    return formCase_ == 3;
+  }
+  /**
+   * <pre>
+   * Token ids, used as they are.
+   * </pre>
+   *
+   * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+   * @return The tokens.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.TokenPrompt getTokens() {
+    if (formCase_ == 3) {
+       return (dev.icehouse.v1.TokenPrompt) form_;
+    }
+    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * Token ids, used as they are.
+   * </pre>
+   *
+   * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
+    if (formCase_ == 3) {
+       return (dev.icehouse.v1.TokenPrompt) form_;
+    }
+    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+  }
+
+  public static final int INFILL_FIELD_NUMBER = 4;
+  /**
+   * <pre>
+   * Two texts with a gap between them, which the output fills.
+   * </pre>
+   *
+   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+   * @return Whether the infill field is set.
+   */
+  @java.lang.Override
+  public boolean hasInfill() {
+    return formCase_ == 4;
+  }
+  /**
+   * <pre>
+   * Two texts with a gap between them, which the output fills.
+   * </pre>
+   *
+   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+   * @return The infill.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.InfillPrompt getInfill() {
+    if (formCase_ == 4) {
+       return (dev.icehouse.v1.InfillPrompt) form_;
+    }
+    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * Two texts with a gap between them, which the output fills.
+   * </pre>
+   *
+   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
+    if (formCase_ == 4) {
+       return (dev.icehouse.v1.InfillPrompt) form_;
+    }
+    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+  }
+
+  public static final int TOOLS_FIELD_NUMBER = 5;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.Tool> tools_;
+  /**
+   * <pre>
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
+    return tools_;
+  }
+  /**
+   * <pre>
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
+      getToolsOrBuilderList() {
+    return tools_;
+  }
+  /**
+   * <pre>
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+   */
+  @java.lang.Override
+  public int getToolsCount() {
+    return tools_.size();
+  }
+  /**
+   * <pre>
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.Tool getTools(int index) {
+    return tools_.get(index);
+  }
+  /**
+   * <pre>
+   * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+   * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+   * the model's template shows no tools, or its calls cannot be read. Default: none.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
+      int index) {
+    return tools_.get(index);
+  }
+
+  public static final int ADAPTER_FIELD_NUMBER = 6;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object adapter_ = "";
+  /**
+   * <pre>
+   * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+   * different adapters share no cached blocks. Default: the model without an adapter.
+   * </pre>
+   *
+   * <code>string adapter = 6;</code>
+   * @return The adapter.
+   */
+  @java.lang.Override
+  public java.lang.String getAdapter() {
+    java.lang.Object ref = adapter_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      adapter_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+   * different adapters share no cached blocks. Default: the model without an adapter.
+   * </pre>
+   *
+   * <code>string adapter = 6;</code>
+   * @return The bytes for adapter.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getAdapterBytes() {
+    java.lang.Object ref = adapter_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      adapter_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
+  private byte memoizedIsInitialized = -1;
+  @java.lang.Override
+  public final boolean isInitialized() {
+    byte isInitialized = memoizedIsInitialized;
+    if (isInitialized == 1) return true;
+    if (isInitialized == 0) return false;
+
+    memoizedIsInitialized = 1;
+    return true;
+  }
+
+  @java.lang.Override
+  public void writeTo(com.google.protobuf.CodedOutputStream output)
+                      throws java.io.IOException {
+    if (formCase_ == 1) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 1, form_);
+    }
+    if (formCase_ == 2) {
+      output.writeMessage(2, (dev.icehouse.v1.ChatPrompt) form_);
+    }
+    if (formCase_ == 3) {
+      output.writeMessage(3, (dev.icehouse.v1.TokenPrompt) form_);
+    }
+    if (formCase_ == 4) {
+      output.writeMessage(4, (dev.icehouse.v1.InfillPrompt) form_);
+    }
+    for (int i = 0; i < tools_.size(); i++) {
+      output.writeMessage(5, tools_.get(i));
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 6, adapter_);
+    }
+    getUnknownFields().writeTo(output);
+  }
+
+  @java.lang.Override
+  public int getSerializedSize() {
+    int size = memoizedSize;
+    if (size != -1) return size;
+
+    size = 0;
+    if (formCase_ == 1) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, form_);
+    }
+    if (formCase_ == 2) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(2, (dev.icehouse.v1.ChatPrompt) form_);
+    }
+    if (formCase_ == 3) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(3, (dev.icehouse.v1.TokenPrompt) form_);
+    }
+    if (formCase_ == 4) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(4, (dev.icehouse.v1.InfillPrompt) form_);
+    }
+    for (int i = 0; i < tools_.size(); i++) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(5, tools_.get(i));
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(6, adapter_);
+    }
+    size += getUnknownFields().getSerializedSize();
+    memoizedSize = size;
+    return size;
+  }
+
+  @java.lang.Override
+  public boolean equals(final java.lang.Object obj) {
+    if (obj == this) {
+     return true;
+    }
+    if (!(obj instanceof dev.icehouse.v1.Prompt)) {
+      return super.equals(obj);
+    }
+    dev.icehouse.v1.Prompt other = (dev.icehouse.v1.Prompt) obj;
+
+    if (!getToolsList()
+        .equals(other.getToolsList())) return false;
+    if (!getAdapter()
+        .equals(other.getAdapter())) return false;
+    if (!getFormCase().equals(other.getFormCase())) return false;
+    switch (formCase_) {
+      case 1:
+        if (!getText()
+            .equals(other.getText())) return false;
+        break;
+      case 2:
+        if (!getChat()
+            .equals(other.getChat())) return false;
+        break;
+      case 3:
+        if (!getTokens()
+            .equals(other.getTokens())) return false;
+        break;
+      case 4:
+        if (!getInfill()
+            .equals(other.getInfill())) return false;
+        break;
+      case 0:
+      default:
+    }
+    if (!getUnknownFields().equals(other.getUnknownFields())) return false;
+    return true;
+  }
+
+  @java.lang.Override
+  public int hashCode() {
+    if (memoizedHashCode != 0) {
+      return memoizedHashCode;
+    }
+    int hash = 41;
+    hash = (19 * hash) + getDescriptor().hashCode();
+    if (getToolsCount() > 0) {
+      hash = (37 * hash) + TOOLS_FIELD_NUMBER;
+      hash = (53 * hash) + getToolsList().hashCode();
+    }
+    hash = (37 * hash) + ADAPTER_FIELD_NUMBER;
+    hash = (53 * hash) + getAdapter().hashCode();
+    switch (formCase_) {
+      case 1:
+        hash = (37 * hash) + TEXT_FIELD_NUMBER;
+        hash = (53 * hash) + getText().hashCode();
+        break;
+      case 2:
+        hash = (37 * hash) + CHAT_FIELD_NUMBER;
+        hash = (53 * hash) + getChat().hashCode();
+        break;
+      case 3:
+        hash = (37 * hash) + TOKENS_FIELD_NUMBER;
+        hash = (53 * hash) + getTokens().hashCode();
+        break;
+      case 4:
+        hash = (37 * hash) + INFILL_FIELD_NUMBER;
+        hash = (53 * hash) + getInfill().hashCode();
+        break;
+      case 0:
+      default:
+    }
+    hash = (29 * hash) + getUnknownFields().hashCode();
+    memoizedHashCode = hash;
+    return hash;
+  }
+
+  public static dev.icehouse.v1.Prompt parseFrom(
+      java.nio.ByteBuffer data)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      java.nio.ByteBuffer data,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data, extensionRegistry);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      com.google.protobuf.ByteString data)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      com.google.protobuf.ByteString data,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data, extensionRegistry);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(byte[] data)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      byte[] data,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws com.google.protobuf.InvalidProtocolBufferException {
+    return PARSER.parseFrom(data, extensionRegistry);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(java.io.InputStream input)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseWithIOException(PARSER, input);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      java.io.InputStream input,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseWithIOException(PARSER, input, extensionRegistry);
+  }
+
+  public static dev.icehouse.v1.Prompt parseDelimitedFrom(java.io.InputStream input)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseDelimitedWithIOException(PARSER, input);
+  }
+
+  public static dev.icehouse.v1.Prompt parseDelimitedFrom(
+      java.io.InputStream input,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseDelimitedWithIOException(PARSER, input, extensionRegistry);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      com.google.protobuf.CodedInputStream input)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseWithIOException(PARSER, input);
+  }
+  public static dev.icehouse.v1.Prompt parseFrom(
+      com.google.protobuf.CodedInputStream input,
+      com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+      throws java.io.IOException {
+    return com.google.protobuf.GeneratedMessageV3
+        .parseWithIOException(PARSER, input, extensionRegistry);
+  }
+
+  @java.lang.Override
+  public Builder newBuilderForType() { return newBuilder(); }
+  public static Builder newBuilder() {
+    return DEFAULT_INSTANCE.toBuilder();
+  }
+  public static Builder newBuilder(dev.icehouse.v1.Prompt prototype) {
+    return DEFAULT_INSTANCE.toBuilder().mergeFrom(prototype);
+  }
+  @java.lang.Override
+  public Builder toBuilder() {
+    return this == DEFAULT_INSTANCE
+        ? new Builder() : new Builder().mergeFrom(this);
+  }
+
+  @java.lang.Override
+  protected Builder newBuilderForType(
+      com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
+    Builder builder = new Builder(parent);
+    return builder;
+  }
+  /**
+   * <pre>
+   * A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
+   * prompt takes this message, so a prompt can be tokenized, warmed, explained, pinned and evicted exactly as it
+   * is generated from.
+   * </pre>
+   *
+   * Protobuf type {@code icehouse.v1.Prompt}
+   */
+  public static final class Builder extends
+      com.google.protobuf.GeneratedMessageV3.Builder<Builder> implements
+      // @@protoc_insertion_point(builder_implements:icehouse.v1.Prompt)
+      dev.icehouse.v1.PromptOrBuilder {
+    public static final com.google.protobuf.Descriptors.Descriptor
+        getDescriptor() {
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_Prompt_descriptor;
+    }
+
+    @java.lang.Override
+    protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+        internalGetFieldAccessorTable() {
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_Prompt_fieldAccessorTable
+          .ensureFieldAccessorsInitialized(
+              dev.icehouse.v1.Prompt.class, dev.icehouse.v1.Prompt.Builder.class);
+    }
+
+    // Construct using dev.icehouse.v1.Prompt.newBuilder()
+    private Builder() {
+
+    }
+
+    private Builder(
+        com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
+      super(parent);
+
+    }
+    @java.lang.Override
+    public Builder clear() {
+      super.clear();
+      bitField0_ = 0;
+      if (chatBuilder_ != null) {
+        chatBuilder_.clear();
+      }
+      if (tokensBuilder_ != null) {
+        tokensBuilder_.clear();
+      }
+      if (infillBuilder_ != null) {
+        infillBuilder_.clear();
+      }
+      if (toolsBuilder_ == null) {
+        tools_ = java.util.Collections.emptyList();
+      } else {
+        tools_ = null;
+        toolsBuilder_.clear();
+      }
+      bitField0_ = (bitField0_ & ~0x00000010);
+      adapter_ = "";
+      formCase_ = 0;
+      form_ = null;
+      return this;
+    }
+
+    @java.lang.Override
+    public com.google.protobuf.Descriptors.Descriptor
+        getDescriptorForType() {
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_Prompt_descriptor;
+    }
+
+    @java.lang.Override
+    public dev.icehouse.v1.Prompt getDefaultInstanceForType() {
+      return dev.icehouse.v1.Prompt.getDefaultInstance();
+    }
+
+    @java.lang.Override
+    public dev.icehouse.v1.Prompt build() {
+      dev.icehouse.v1.Prompt result = buildPartial();
+      if (!result.isInitialized()) {
+        throw newUninitializedMessageException(result);
+      }
+      return result;
+    }
+
+    @java.lang.Override
+    public dev.icehouse.v1.Prompt buildPartial() {
+      dev.icehouse.v1.Prompt result = new dev.icehouse.v1.Prompt(this);
+      buildPartialRepeatedFields(result);
+      if (bitField0_ != 0) { buildPartial0(result); }
+      buildPartialOneofs(result);
+      onBuilt();
+      return result;
+    }
+
+    private void buildPartialRepeatedFields(dev.icehouse.v1.Prompt result) {
+      if (toolsBuilder_ == null) {
+        if (((bitField0_ & 0x00000010) != 0)) {
+          tools_ = java.util.Collections.unmodifiableList(tools_);
+          bitField0_ = (bitField0_ & ~0x00000010);
+        }
+        result.tools_ = tools_;
+      } else {
+        result.tools_ = toolsBuilder_.build();
+      }
+    }
+
+    private void buildPartial0(dev.icehouse.v1.Prompt result) {
+      int from_bitField0_ = bitField0_;
+      if (((from_bitField0_ & 0x00000020) != 0)) {
+        result.adapter_ = adapter_;
+      }
+    }
+
+    private void buildPartialOneofs(dev.icehouse.v1.Prompt result) {
+      result.formCase_ = formCase_;
+      result.form_ = this.form_;
+      if (formCase_ == 2 &&
+          chatBuilder_ != null) {
+        result.form_ = chatBuilder_.build();
+      }
+      if (formCase_ == 3 &&
+          tokensBuilder_ != null) {
+        result.form_ = tokensBuilder_.build();
+      }
+      if (formCase_ == 4 &&
+          infillBuilder_ != null) {
+        result.form_ = infillBuilder_.build();
+      }
+    }
+
+    @java.lang.Override
+    public Builder clone() {
+      return super.clone();
+    }
+    @java.lang.Override
+    public Builder setField(
+        com.google.protobuf.Descriptors.FieldDescriptor field,
+        java.lang.Object value) {
+      return super.setField(field, value);
+    }
+    @java.lang.Override
+    public Builder clearField(
+        com.google.protobuf.Descriptors.FieldDescriptor field) {
+      return super.clearField(field);
+    }
+    @java.lang.Override
+    public Builder clearOneof(
+        com.google.protobuf.Descriptors.OneofDescriptor oneof) {
+      return super.clearOneof(oneof);
+    }
+    @java.lang.Override
+    public Builder setRepeatedField(
+        com.google.protobuf.Descriptors.FieldDescriptor field,
+        int index, java.lang.Object value) {
+      return super.setRepeatedField(field, index, value);
+    }
+    @java.lang.Override
+    public Builder addRepeatedField(
+        com.google.protobuf.Descriptors.FieldDescriptor field,
+        java.lang.Object value) {
+      return super.addRepeatedField(field, value);
+    }
+    @java.lang.Override
+    public Builder mergeFrom(com.google.protobuf.Message other) {
+      if (other instanceof dev.icehouse.v1.Prompt) {
+        return mergeFrom((dev.icehouse.v1.Prompt)other);
+      } else {
+        super.mergeFrom(other);
+        return this;
+      }
+    }
+
+    public Builder mergeFrom(dev.icehouse.v1.Prompt other) {
+      if (other == dev.icehouse.v1.Prompt.getDefaultInstance()) return this;
+      if (toolsBuilder_ == null) {
+        if (!other.tools_.isEmpty()) {
+          if (tools_.isEmpty()) {
+            tools_ = other.tools_;
+            bitField0_ = (bitField0_ & ~0x00000010);
+          } else {
+            ensureToolsIsMutable();
+            tools_.addAll(other.tools_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.tools_.isEmpty()) {
+          if (toolsBuilder_.isEmpty()) {
+            toolsBuilder_.dispose();
+            toolsBuilder_ = null;
+            tools_ = other.tools_;
+            bitField0_ = (bitField0_ & ~0x00000010);
+            toolsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getToolsFieldBuilder() : null;
+          } else {
+            toolsBuilder_.addAllMessages(other.tools_);
+          }
+        }
+      }
+      if (!other.getAdapter().isEmpty()) {
+        adapter_ = other.adapter_;
+        bitField0_ |= 0x00000020;
+        onChanged();
+      }
+      switch (other.getFormCase()) {
+        case TEXT: {
+          formCase_ = 1;
+          form_ = other.form_;
+          onChanged();
+          break;
+        }
+        case CHAT: {
+          mergeChat(other.getChat());
+          break;
+        }
+        case TOKENS: {
+          mergeTokens(other.getTokens());
+          break;
+        }
+        case INFILL: {
+          mergeInfill(other.getInfill());
+          break;
+        }
+        case FORM_NOT_SET: {
+          break;
+        }
+      }
+      this.mergeUnknownFields(other.getUnknownFields());
+      onChanged();
+      return this;
+    }
+
+    @java.lang.Override
+    public final boolean isInitialized() {
+      return true;
+    }
+
+    @java.lang.Override
+    public Builder mergeFrom(
+        com.google.protobuf.CodedInputStream input,
+        com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+        throws java.io.IOException {
+      if (extensionRegistry == null) {
+        throw new java.lang.NullPointerException();
+      }
+      try {
+        boolean done = false;
+        while (!done) {
+          int tag = input.readTag();
+          switch (tag) {
+            case 0:
+              done = true;
+              break;
+            case 10: {
+              java.lang.String s = input.readStringRequireUtf8();
+              formCase_ = 1;
+              form_ = s;
+              break;
+            } // case 10
+            case 18: {
+              input.readMessage(
+                  getChatFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              formCase_ = 2;
+              break;
+            } // case 18
+            case 26: {
+              input.readMessage(
+                  getTokensFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              formCase_ = 3;
+              break;
+            } // case 26
+            case 34: {
+              input.readMessage(
+                  getInfillFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              formCase_ = 4;
+              break;
+            } // case 34
+            case 42: {
+              dev.icehouse.v1.Tool m =
+                  input.readMessage(
+                      dev.icehouse.v1.Tool.parser(),
+                      extensionRegistry);
+              if (toolsBuilder_ == null) {
+                ensureToolsIsMutable();
+                tools_.add(m);
+              } else {
+                toolsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 42
+            case 50: {
+              adapter_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000020;
+              break;
+            } // case 50
+            default: {
+              if (!super.parseUnknownField(input, extensionRegistry, tag)) {
+                done = true; // was an endgroup tag
+              }
+              break;
+            } // default:
+          } // switch (tag)
+        } // while (!done)
+      } catch (com.google.protobuf.InvalidProtocolBufferException e) {
+        throw e.unwrapIOException();
+      } finally {
+        onChanged();
+      } // finally
+      return this;
+    }
+    private int formCase_ = 0;
+    private java.lang.Object form_;
+    public FormCase
+        getFormCase() {
+      return FormCase.forNumber(
+          formCase_);
+    }
+
+    public Builder clearForm() {
+      formCase_ = 0;
+      form_ = null;
+      onChanged();
+      return this;
+    }
+
+    private int bitField0_;
+
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @return Whether the text field is set.
+     */
+    @java.lang.Override
+    public boolean hasText() {
+      return formCase_ == 1;
+    }
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @return The text.
+     */
+    @java.lang.Override
+    public java.lang.String getText() {
+      java.lang.Object ref = "";
+      if (formCase_ == 1) {
+        ref = form_;
+      }
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        if (formCase_ == 1) {
+          form_ = s;
+        }
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @return The bytes for text.
+     */
+    @java.lang.Override
+    public com.google.protobuf.ByteString
+        getTextBytes() {
+      java.lang.Object ref = "";
+      if (formCase_ == 1) {
+        ref = form_;
+      }
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        if (formCase_ == 1) {
+          form_ = b;
+        }
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @param value The text to set.
+     * @return This builder for chaining.
+     */
+    public Builder setText(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      formCase_ = 1;
+      form_ = value;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearText() {
+      if (formCase_ == 1) {
+        formCase_ = 0;
+        form_ = null;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Plain text. The tokenizer adds the model's start token if the model wants one.
+     * </pre>
+     *
+     * <code>string text = 1;</code>
+     * @param value The bytes for text to set.
+     * @return This builder for chaining.
+     */
+    public Builder setTextBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      formCase_ = 1;
+      form_ = value;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> chatBuilder_;
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     * @return Whether the chat field is set.
+     */
+    @java.lang.Override
+    public boolean hasChat() {
+      return formCase_ == 2;
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     * @return The chat.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.ChatPrompt getChat() {
+      if (chatBuilder_ == null) {
+        if (formCase_ == 2) {
+          return (dev.icehouse.v1.ChatPrompt) form_;
+        }
+        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+      } else {
+        if (formCase_ == 2) {
+          return chatBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    public Builder setChat(dev.icehouse.v1.ChatPrompt value) {
+      if (chatBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        form_ = value;
+        onChanged();
+      } else {
+        chatBuilder_.setMessage(value);
+      }
+      formCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    public Builder setChat(
+        dev.icehouse.v1.ChatPrompt.Builder builderForValue) {
+      if (chatBuilder_ == null) {
+        form_ = builderForValue.build();
+        onChanged();
+      } else {
+        chatBuilder_.setMessage(builderForValue.build());
+      }
+      formCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    public Builder mergeChat(dev.icehouse.v1.ChatPrompt value) {
+      if (chatBuilder_ == null) {
+        if (formCase_ == 2 &&
+            form_ != dev.icehouse.v1.ChatPrompt.getDefaultInstance()) {
+          form_ = dev.icehouse.v1.ChatPrompt.newBuilder((dev.icehouse.v1.ChatPrompt) form_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          form_ = value;
+        }
+        onChanged();
+      } else {
+        if (formCase_ == 2) {
+          chatBuilder_.mergeFrom(value);
+        } else {
+          chatBuilder_.setMessage(value);
+        }
+      }
+      formCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    public Builder clearChat() {
+      if (chatBuilder_ == null) {
+        if (formCase_ == 2) {
+          formCase_ = 0;
+          form_ = null;
+          onChanged();
+        }
+      } else {
+        if (formCase_ == 2) {
+          formCase_ = 0;
+          form_ = null;
+        }
+        chatBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    public dev.icehouse.v1.ChatPrompt.Builder getChatBuilder() {
+      return getChatFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
+      if ((formCase_ == 2) && (chatBuilder_ != null)) {
+        return chatBuilder_.getMessageOrBuilder();
+      } else {
+        if (formCase_ == 2) {
+          return (dev.icehouse.v1.ChatPrompt) form_;
+        }
+        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * A conversation.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ChatPrompt chat = 2;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> 
+        getChatFieldBuilder() {
+      if (chatBuilder_ == null) {
+        if (!(formCase_ == 2)) {
+          form_ = dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        }
+        chatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder>(
+                (dev.icehouse.v1.ChatPrompt) form_,
+                getParentForChildren(),
+                isClean());
+        form_ = null;
+      }
+      formCase_ = 2;
+      onChanged();
+      return chatBuilder_;
+    }
+
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> tokensBuilder_;
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     * @return Whether the tokens field is set.
+     */
+    @java.lang.Override
+    public boolean hasTokens() {
+      return formCase_ == 3;
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     * @return The tokens.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.TokenPrompt getTokens() {
+      if (tokensBuilder_ == null) {
+        if (formCase_ == 3) {
+          return (dev.icehouse.v1.TokenPrompt) form_;
+        }
+        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+      } else {
+        if (formCase_ == 3) {
+          return tokensBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    public Builder setTokens(dev.icehouse.v1.TokenPrompt value) {
+      if (tokensBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        form_ = value;
+        onChanged();
+      } else {
+        tokensBuilder_.setMessage(value);
+      }
+      formCase_ = 3;
+      return this;
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    public Builder setTokens(
+        dev.icehouse.v1.TokenPrompt.Builder builderForValue) {
+      if (tokensBuilder_ == null) {
+        form_ = builderForValue.build();
+        onChanged();
+      } else {
+        tokensBuilder_.setMessage(builderForValue.build());
+      }
+      formCase_ = 3;
+      return this;
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    public Builder mergeTokens(dev.icehouse.v1.TokenPrompt value) {
+      if (tokensBuilder_ == null) {
+        if (formCase_ == 3 &&
+            form_ != dev.icehouse.v1.TokenPrompt.getDefaultInstance()) {
+          form_ = dev.icehouse.v1.TokenPrompt.newBuilder((dev.icehouse.v1.TokenPrompt) form_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          form_ = value;
+        }
+        onChanged();
+      } else {
+        if (formCase_ == 3) {
+          tokensBuilder_.mergeFrom(value);
+        } else {
+          tokensBuilder_.setMessage(value);
+        }
+      }
+      formCase_ = 3;
+      return this;
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    public Builder clearTokens() {
+      if (tokensBuilder_ == null) {
+        if (formCase_ == 3) {
+          formCase_ = 0;
+          form_ = null;
+          onChanged();
+        }
+      } else {
+        if (formCase_ == 3) {
+          formCase_ = 0;
+          form_ = null;
+        }
+        tokensBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    public dev.icehouse.v1.TokenPrompt.Builder getTokensBuilder() {
+      return getTokensFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
+      if ((formCase_ == 3) && (tokensBuilder_ != null)) {
+        return tokensBuilder_.getMessageOrBuilder();
+      } else {
+        if (formCase_ == 3) {
+          return (dev.icehouse.v1.TokenPrompt) form_;
+        }
+        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * Token ids, used as they are.
+     * </pre>
+     *
+     * <code>.icehouse.v1.TokenPrompt tokens = 3;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> 
+        getTokensFieldBuilder() {
+      if (tokensBuilder_ == null) {
+        if (!(formCase_ == 3)) {
+          form_ = dev.icehouse.v1.TokenPrompt.getDefaultInstance();
+        }
+        tokensBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder>(
+                (dev.icehouse.v1.TokenPrompt) form_,
+                getParentForChildren(),
+                isClean());
+        form_ = null;
+      }
+      formCase_ = 3;
+      onChanged();
+      return tokensBuilder_;
+    }
+
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> infillBuilder_;
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     * @return Whether the infill field is set.
+     */
+    @java.lang.Override
+    public boolean hasInfill() {
+      return formCase_ == 4;
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     * @return The infill.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.InfillPrompt getInfill() {
+      if (infillBuilder_ == null) {
+        if (formCase_ == 4) {
+          return (dev.icehouse.v1.InfillPrompt) form_;
+        }
+        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+      } else {
+        if (formCase_ == 4) {
+          return infillBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    public Builder setInfill(dev.icehouse.v1.InfillPrompt value) {
+      if (infillBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        form_ = value;
+        onChanged();
+      } else {
+        infillBuilder_.setMessage(value);
+      }
+      formCase_ = 4;
+      return this;
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    public Builder setInfill(
+        dev.icehouse.v1.InfillPrompt.Builder builderForValue) {
+      if (infillBuilder_ == null) {
+        form_ = builderForValue.build();
+        onChanged();
+      } else {
+        infillBuilder_.setMessage(builderForValue.build());
+      }
+      formCase_ = 4;
+      return this;
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    public Builder mergeInfill(dev.icehouse.v1.InfillPrompt value) {
+      if (infillBuilder_ == null) {
+        if (formCase_ == 4 &&
+            form_ != dev.icehouse.v1.InfillPrompt.getDefaultInstance()) {
+          form_ = dev.icehouse.v1.InfillPrompt.newBuilder((dev.icehouse.v1.InfillPrompt) form_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          form_ = value;
+        }
+        onChanged();
+      } else {
+        if (formCase_ == 4) {
+          infillBuilder_.mergeFrom(value);
+        } else {
+          infillBuilder_.setMessage(value);
+        }
+      }
+      formCase_ = 4;
+      return this;
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    public Builder clearInfill() {
+      if (infillBuilder_ == null) {
+        if (formCase_ == 4) {
+          formCase_ = 0;
+          form_ = null;
+          onChanged();
+        }
+      } else {
+        if (formCase_ == 4) {
+          formCase_ = 0;
+          form_ = null;
+        }
+        infillBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    public dev.icehouse.v1.InfillPrompt.Builder getInfillBuilder() {
+      return getInfillFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
+      if ((formCase_ == 4) && (infillBuilder_ != null)) {
+        return infillBuilder_.getMessageOrBuilder();
+      } else {
+        if (formCase_ == 4) {
+          return (dev.icehouse.v1.InfillPrompt) form_;
+        }
+        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * Two texts with a gap between them, which the output fills.
+     * </pre>
+     *
+     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> 
+        getInfillFieldBuilder() {
+      if (infillBuilder_ == null) {
+        if (!(formCase_ == 4)) {
+          form_ = dev.icehouse.v1.InfillPrompt.getDefaultInstance();
+        }
+        infillBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder>(
+                (dev.icehouse.v1.InfillPrompt) form_,
+                getParentForChildren(),
+                isClean());
+        form_ = null;
+      }
+      formCase_ = 4;
+      onChanged();
+      return infillBuilder_;
+    }
+
+    private java.util.List<dev.icehouse.v1.Tool> tools_ =
+      java.util.Collections.emptyList();
+    private void ensureToolsIsMutable() {
+      if (!((bitField0_ & 0x00000010) != 0)) {
+        tools_ = new java.util.ArrayList<dev.icehouse.v1.Tool>(tools_);
+        bitField0_ |= 0x00000010;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> toolsBuilder_;
+
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
+      if (toolsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(tools_);
+      } else {
+        return toolsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public int getToolsCount() {
+      if (toolsBuilder_ == null) {
+        return tools_.size();
+      } else {
+        return toolsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public dev.icehouse.v1.Tool getTools(int index) {
+      if (toolsBuilder_ == null) {
+        return tools_.get(index);
+      } else {
+        return toolsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder setTools(
+        int index, dev.icehouse.v1.Tool value) {
+      if (toolsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureToolsIsMutable();
+        tools_.set(index, value);
+        onChanged();
+      } else {
+        toolsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder setTools(
+        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
+      if (toolsBuilder_ == null) {
+        ensureToolsIsMutable();
+        tools_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        toolsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder addTools(dev.icehouse.v1.Tool value) {
+      if (toolsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureToolsIsMutable();
+        tools_.add(value);
+        onChanged();
+      } else {
+        toolsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder addTools(
+        int index, dev.icehouse.v1.Tool value) {
+      if (toolsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureToolsIsMutable();
+        tools_.add(index, value);
+        onChanged();
+      } else {
+        toolsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder addTools(
+        dev.icehouse.v1.Tool.Builder builderForValue) {
+      if (toolsBuilder_ == null) {
+        ensureToolsIsMutable();
+        tools_.add(builderForValue.build());
+        onChanged();
+      } else {
+        toolsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder addTools(
+        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
+      if (toolsBuilder_ == null) {
+        ensureToolsIsMutable();
+        tools_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        toolsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder addAllTools(
+        java.lang.Iterable<? extends dev.icehouse.v1.Tool> values) {
+      if (toolsBuilder_ == null) {
+        ensureToolsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, tools_);
+        onChanged();
+      } else {
+        toolsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder clearTools() {
+      if (toolsBuilder_ == null) {
+        tools_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00000010);
+        onChanged();
+      } else {
+        toolsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public Builder removeTools(int index) {
+      if (toolsBuilder_ == null) {
+        ensureToolsIsMutable();
+        tools_.remove(index);
+        onChanged();
+      } else {
+        toolsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public dev.icehouse.v1.Tool.Builder getToolsBuilder(
+        int index) {
+      return getToolsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
+        int index) {
+      if (toolsBuilder_ == null) {
+        return tools_.get(index);  } else {
+        return toolsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
+         getToolsOrBuilderList() {
+      if (toolsBuilder_ != null) {
+        return toolsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(tools_);
+      }
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public dev.icehouse.v1.Tool.Builder addToolsBuilder() {
+      return getToolsFieldBuilder().addBuilder(
+          dev.icehouse.v1.Tool.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public dev.icehouse.v1.Tool.Builder addToolsBuilder(
+        int index) {
+      return getToolsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.Tool.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Functions that the model may ask to be called, at most 128. The chat template shows them to the model, so
+     * they are part of the prompt. Only with `chat` (TOOL_INVALID otherwise); refused with TOOLS_UNSUPPORTED where
+     * the model's template shows no tools, or its calls cannot be read. Default: none.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.Tool tools = 5;</code>
+     */
+    public java.util.List<dev.icehouse.v1.Tool.Builder> 
+         getToolsBuilderList() {
+      return getToolsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> 
+        getToolsFieldBuilder() {
+      if (toolsBuilder_ == null) {
+        toolsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder>(
+                tools_,
+                ((bitField0_ & 0x00000010) != 0),
+                getParentForChildren(),
+                isClean());
+        tools_ = null;
+      }
+      return toolsBuilder_;
+    }
+
+    private java.lang.Object adapter_ = "";
+    /**
+     * <pre>
+     * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+     * different adapters share no cached blocks. Default: the model without an adapter.
+     * </pre>
+     *
+     * <code>string adapter = 6;</code>
+     * @return The adapter.
+     */
+    public java.lang.String getAdapter() {
+      java.lang.Object ref = adapter_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        adapter_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+     * different adapters share no cached blocks. Default: the model without an adapter.
+     * </pre>
+     *
+     * <code>string adapter = 6;</code>
+     * @return The bytes for adapter.
+     */
+    public com.google.protobuf.ByteString
+        getAdapterBytes() {
+      java.lang.Object ref = adapter_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        adapter_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+     * different adapters share no cached blocks. Default: the model without an adapter.
+     * </pre>
+     *
+     * <code>string adapter = 6;</code>
+     * @param value The adapter to set.
+     * @return This builder for chaining.
+     */
+    public Builder setAdapter(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      adapter_ = value;
+      bitField0_ |= 0x00000020;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+     * different adapters share no cached blocks. Default: the model without an adapter.
+     * </pre>
+     *
+     * <code>string adapter = 6;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearAdapter() {
+      adapter_ = getDefaultInstance().getAdapter();
+      bitField0_ = (bitField0_ & ~0x00000020);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The LoRA adapter to compute with, one of the model's `adapters`; otherwise ADAPTER_NOT_FOUND. Prompts with
+     * different adapters share no cached blocks. Default: the model without an adapter.
+     * </pre>
+     *
+     * <code>string adapter = 6;</code>
+     * @param value The bytes for adapter to set.
+     * @return This builder for chaining.
+     */
+    public Builder setAdapterBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      adapter_ = value;
+      bitField0_ |= 0x00000020;
+      onChanged();
+      return this;
+    }
+    @java.lang.Override
+    public final Builder setUnknownFields(
+        final com.google.protobuf.UnknownFieldSet unknownFields) {
+      return super.setUnknownFields(unknownFields);
+    }
+
+    @java.lang.Override
+    public final Builder mergeUnknownFields(
+        final com.google.protobuf.UnknownFieldSet unknownFields) {
+      return super.mergeUnknownFields(unknownFields);
+    }
+
+
+    // @@protoc_insertion_point(builder_scope:icehouse.v1.Prompt)
+  }
+
+  // @@protoc_insertion_point(class_scope:icehouse.v1.Prompt)
+  private static final dev.icehouse.v1.Prompt DEFAULT_INSTANCE;
+  static {
+    DEFAULT_INSTANCE = new dev.icehouse.v1.Prompt();
+  }
+
+  public static dev.icehouse.v1.Prompt getDefaultInstance() {
+    return DEFAULT_INSTANCE;
+  }
+
+  private static final com.google.protobuf.Parser<Prompt>
+      PARSER = new com.google.protobuf.AbstractParser<Prompt>() {
+    @java.lang.Override
+    public Prompt parsePartialFrom(
+        com.google.protobuf.CodedInputStream input,
+        com.google.protobuf.ExtensionRegistryLite extensionRegistry)
+        throws com.google.protobuf.InvalidProtocolBufferException {
+      Builder builder = newBuilder();
+      try {
+        builder.mergeFrom(input, extensionRegistry);
+      } catch (com.google.protobuf.InvalidProtocolBufferException e) {
+        throw e.setUnfinishedMessage(builder.buildPartial());
+      } catch (com.google.protobuf.UninitializedMessageException e) {
+        throw e.asInvalidProtocolBufferException().setUnfinishedMessage(builder.buildPartial());
+      } catch (java.io.IOException e) {
+        throw new com.google.protobuf.InvalidProtocolBufferException(e)
+            .setUnfinishedMessage(builder.buildPartial());
+      }
+      return builder.buildPartial();
+    }
+  };
+
+  public static com.google.protobuf.Parser<Prompt> parser() {
+    return PARSER;
+  }
+
+  @java.lang.Override
+  public com.google.protobuf.Parser<Prompt> getParserForType() {
+    return PARSER;
+  }
+
+  @java.lang.Override
+  public dev.icehouse.v1.Prompt getDefaultInstanceForType() {
+    return DEFAULT_INSTANCE;
+  }
+
 }
+

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One change.
+ * One change of a conversation.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.PromptChange}
@@ -74,7 +74,7 @@ private static final long serialVersionUID = 0L;
   private int count_ = 0;
   /**
    * <pre>
-   * Of how many lines, or tools.
+   * How many lines, or tools, were changed.
    * </pre>
    *
    * <code>int32 count = 2;</code>
@@ -254,7 +254,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One change.
+   * One change of a conversation.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.PromptChange}
@@ -512,7 +512,7 @@ private static final long serialVersionUID = 0L;
     private int count_ ;
     /**
      * <pre>
-     * Of how many lines, or tools.
+     * How many lines, or tools, were changed.
      * </pre>
      *
      * <code>int32 count = 2;</code>
@@ -524,7 +524,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of how many lines, or tools.
+     * How many lines, or tools, were changed.
      * </pre>
      *
      * <code>int32 count = 2;</code>
@@ -540,7 +540,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of how many lines, or tools.
+     * How many lines, or tools, were changed.
      * </pre>
      *
      * <code>int32 count = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What a conversation may be relieved of.
+ * A kind of change that makes prompts equal that differ only in noise.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.PromptChangeKind}
@@ -23,7 +23,7 @@ public enum PromptChangeKind
   PROMPT_CHANGE_KIND_UNSPECIFIED(0),
   /**
    * <pre>
-   * Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+   * Lines of `name=value` pairs with the name `cch` among them were removed from the first system message.
    * </pre>
    *
    * <code>PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED = 1;</code>
@@ -58,7 +58,7 @@ public enum PromptChangeKind
   public static final int PROMPT_CHANGE_KIND_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * Lines of `name=value` pairs with one called `cch` were taken out of the first system message.
+   * Lines of `name=value` pairs with the name `cch` among them were removed from the first system message.
    * </pre>
    *
    * <code>PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED = 1;</code>

@@ -29,7 +29,7 @@ public interface PromptChangeOrBuilder extends
 
   /**
    * <pre>
-   * Of how many lines, or tools.
+   * How many lines, or tools, were changed.
    * </pre>
    *
    * <code>int32 count = 2;</code>

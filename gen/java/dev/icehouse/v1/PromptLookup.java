@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023).
+ * Finds an earlier occurrence of the last tokens and guesses what followed them there (Saxena 2023).
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.PromptLookup}
@@ -47,8 +47,8 @@ private static final long serialVersionUID = 0L;
   private int maxNgramTokens_ = 0;
   /**
    * <pre>
-   * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-   * Absent or 0: 3.
+   * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+   * Default: 3.
    * </pre>
    *
    * <code>int32 max_ngram_tokens = 1;</code>
@@ -218,7 +218,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Looks for the last tokens in what came before and guesses what followed them there (Saxena 2023).
+   * Finds an earlier occurrence of the last tokens and guesses what followed them there (Saxena 2023).
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.PromptLookup}
@@ -391,8 +391,8 @@ private static final long serialVersionUID = 0L;
     private int maxNgramTokens_ ;
     /**
      * <pre>
-     * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-     * Absent or 0: 3.
+     * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+     * Default: 3.
      * </pre>
      *
      * <code>int32 max_ngram_tokens = 1;</code>
@@ -404,8 +404,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-     * Absent or 0: 3.
+     * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+     * Default: 3.
      * </pre>
      *
      * <code>int32 max_ngram_tokens = 1;</code>
@@ -421,8 +421,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-     * Absent or 0: 3.
+     * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+     * Default: 3.
      * </pre>
      *
      * <code>int32 max_ngram_tokens = 1;</code>

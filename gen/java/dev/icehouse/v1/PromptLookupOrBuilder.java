@@ -10,8 +10,8 @@ public interface PromptLookupOrBuilder extends
 
   /**
    * <pre>
-   * How many last tokens are looked for, 1 to 8; the longest run of them that is found counts.
-   * Absent or 0: 3.
+   * Maximum number of last tokens to find, 1 to 8; the longest match counts.
+   * Default: 3.
    * </pre>
    *
    * <code>int32 max_ngram_tokens = 1;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How the replies of a model are read, found when it was loaded.
+ * How the replies of a model are parsed, detected when it was loaded.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ReplyFormat}
@@ -55,7 +55,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object calls_ = "";
   /**
    * <pre>
-   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
    * requests with tools are refused with TOOLS_UNSUPPORTED.
    * </pre>
    *
@@ -77,7 +77,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
    * requests with tools are refused with TOOLS_UNSUPPORTED.
    * </pre>
    *
@@ -104,7 +104,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object reasoningStart_ = "";
   /**
    * <pre>
-   * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+   * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
    * </pre>
    *
    * <code>string reasoning_start = 2;</code>
@@ -125,7 +125,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+   * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
    * </pre>
    *
    * <code>string reasoning_start = 2;</code>
@@ -151,7 +151,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object reasoningEnd_ = "";
   /**
    * <pre>
-   * What ends reasoning.
+   * The marker that ends reasoning.
    * </pre>
    *
    * <code>string reasoning_end = 3;</code>
@@ -172,7 +172,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What ends reasoning.
+   * The marker that ends reasoning.
    * </pre>
    *
    * <code>string reasoning_end = 3;</code>
@@ -199,7 +199,7 @@ private static final long serialVersionUID = 0L;
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -211,7 +211,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -222,7 +222,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -234,7 +234,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -252,8 +252,8 @@ private static final long serialVersionUID = 0L;
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -265,8 +265,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -277,8 +277,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -290,8 +290,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -515,7 +515,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How the replies of a model are read, found when it was loaded.
+   * How the replies of a model are parsed, detected when it was loaded.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ReplyFormat}
@@ -762,7 +762,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object calls_ = "";
     /**
      * <pre>
-     * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+     * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
      * requests with tools are refused with TOOLS_UNSUPPORTED.
      * </pre>
      *
@@ -783,7 +783,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+     * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
      * requests with tools are refused with TOOLS_UNSUPPORTED.
      * </pre>
      *
@@ -805,7 +805,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+     * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
      * requests with tools are refused with TOOLS_UNSUPPORTED.
      * </pre>
      *
@@ -823,7 +823,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+     * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
      * requests with tools are refused with TOOLS_UNSUPPORTED.
      * </pre>
      *
@@ -838,7 +838,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+     * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
      * requests with tools are refused with TOOLS_UNSUPPORTED.
      * </pre>
      *
@@ -859,7 +859,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object reasoningStart_ = "";
     /**
      * <pre>
-     * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+     * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
      * </pre>
      *
      * <code>string reasoning_start = 2;</code>
@@ -879,7 +879,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+     * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
      * </pre>
      *
      * <code>string reasoning_start = 2;</code>
@@ -900,7 +900,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+     * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
      * </pre>
      *
      * <code>string reasoning_start = 2;</code>
@@ -917,7 +917,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+     * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
      * </pre>
      *
      * <code>string reasoning_start = 2;</code>
@@ -931,7 +931,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+     * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
      * </pre>
      *
      * <code>string reasoning_start = 2;</code>
@@ -951,7 +951,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object reasoningEnd_ = "";
     /**
      * <pre>
-     * What ends reasoning.
+     * The marker that ends reasoning.
      * </pre>
      *
      * <code>string reasoning_end = 3;</code>
@@ -971,7 +971,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What ends reasoning.
+     * The marker that ends reasoning.
      * </pre>
      *
      * <code>string reasoning_end = 3;</code>
@@ -992,7 +992,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What ends reasoning.
+     * The marker that ends reasoning.
      * </pre>
      *
      * <code>string reasoning_end = 3;</code>
@@ -1009,7 +1009,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What ends reasoning.
+     * The marker that ends reasoning.
      * </pre>
      *
      * <code>string reasoning_end = 3;</code>
@@ -1023,7 +1023,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What ends reasoning.
+     * The marker that ends reasoning.
      * </pre>
      *
      * <code>string reasoning_end = 3;</code>
@@ -1050,7 +1050,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1063,7 +1063,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1074,7 +1074,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1086,7 +1086,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1099,7 +1099,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1118,7 +1118,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1136,7 +1136,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1154,7 +1154,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1169,7 +1169,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What both were found by, in words, one line each.
+     * How both were detected, in words, one line each.
      * </pre>
      *
      * <code>repeated string evidence = 4;</code>
@@ -1197,8 +1197,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1211,8 +1211,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1223,8 +1223,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1236,8 +1236,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1250,8 +1250,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1270,8 +1270,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1289,8 +1289,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1308,8 +1308,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>
@@ -1324,8 +1324,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-     * up in texts. Empty for most.
+     * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+     * appear in texts. Empty for most models.
      * </pre>
      *
      * <code>repeated string unread_markers = 5;</code>

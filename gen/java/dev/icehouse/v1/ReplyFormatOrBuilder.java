@@ -10,7 +10,7 @@ public interface ReplyFormatOrBuilder extends
 
   /**
    * <pre>
-   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
    * requests with tools are refused with TOOLS_UNSUPPORTED.
    * </pre>
    *
@@ -20,7 +20,7 @@ public interface ReplyFormatOrBuilder extends
   java.lang.String getCalls();
   /**
    * <pre>
-   * The notation of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
+   * The format of its tool calls: a name from the table in docs/howto/tools.md. Empty: none is known, and
    * requests with tools are refused with TOOLS_UNSUPPORTED.
    * </pre>
    *
@@ -32,7 +32,7 @@ public interface ReplyFormatOrBuilder extends
 
   /**
    * <pre>
-   * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+   * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
    * </pre>
    *
    * <code>string reasoning_start = 2;</code>
@@ -41,7 +41,7 @@ public interface ReplyFormatOrBuilder extends
   java.lang.String getReasoningStart();
   /**
    * <pre>
-   * What begins reasoning in its replies, for example "&lt;think&gt;". Empty: none is told apart.
+   * The marker that begins reasoning in its replies, for example "&lt;think&gt;". Empty: reasoning is not separated.
    * </pre>
    *
    * <code>string reasoning_start = 2;</code>
@@ -52,7 +52,7 @@ public interface ReplyFormatOrBuilder extends
 
   /**
    * <pre>
-   * What ends reasoning.
+   * The marker that ends reasoning.
    * </pre>
    *
    * <code>string reasoning_end = 3;</code>
@@ -61,7 +61,7 @@ public interface ReplyFormatOrBuilder extends
   java.lang.String getReasoningEnd();
   /**
    * <pre>
-   * What ends reasoning.
+   * The marker that ends reasoning.
    * </pre>
    *
    * <code>string reasoning_end = 3;</code>
@@ -72,7 +72,7 @@ public interface ReplyFormatOrBuilder extends
 
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -82,7 +82,7 @@ public interface ReplyFormatOrBuilder extends
       getEvidenceList();
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -91,7 +91,7 @@ public interface ReplyFormatOrBuilder extends
   int getEvidenceCount();
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -101,7 +101,7 @@ public interface ReplyFormatOrBuilder extends
   java.lang.String getEvidence(int index);
   /**
    * <pre>
-   * What both were found by, in words, one line each.
+   * How both were detected, in words, one line each.
    * </pre>
    *
    * <code>repeated string evidence = 4;</code>
@@ -113,8 +113,8 @@ public interface ReplyFormatOrBuilder extends
 
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -124,8 +124,8 @@ public interface ReplyFormatOrBuilder extends
       getUnreadMarkersList();
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -134,8 +134,8 @@ public interface ReplyFormatOrBuilder extends
   int getUnreadMarkersCount();
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>
@@ -145,8 +145,8 @@ public interface ReplyFormatOrBuilder extends
   java.lang.String getUnreadMarkers(int index);
   /**
    * <pre>
-   * Tokens of its vocabulary that look like marks of reasoning or calls and that nothing reads: they may turn
-   * up in texts. Empty for most.
+   * Tokens of its vocabulary that look like markers of reasoning or calls and are not parsed: they may
+   * appear in texts. Empty for most models.
    * </pre>
    *
    * <code>repeated string unread_markers = 5;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A request that the engine has. Nothing of its prompt or its output is told but their lengths.
+ * A request in the engine. Of its prompt and its output only the lengths are shown.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.RequestInfo}
@@ -55,7 +55,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -76,7 +76,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -149,7 +149,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object tenant_ = "";
   /**
    * <pre>
-   * Whose it is. Absent: the default tenant's.
+   * Its tenant. Empty: the default tenant.
    * </pre>
    *
    * <code>string tenant = 3;</code>
@@ -170,7 +170,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whose it is. Absent: the default tenant's.
+   * Its tenant. Empty: the default tenant.
    * </pre>
    *
    * <code>string tenant = 3;</code>
@@ -196,7 +196,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object sessionId_ = "";
   /**
    * <pre>
-   * The conversation that it is a turn of. Absent: none is named.
+   * The conversation that it is a turn of. Empty: none is named.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -217,7 +217,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The conversation that it is a turn of. Absent: none is named.
+   * The conversation that it is a turn of. Empty: none is named.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -243,7 +243,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object adapter_ = "";
   /**
    * <pre>
-   * The adapter that it runs with. Absent: the model by itself.
+   * The adapter that it runs with. Empty: none.
    * </pre>
    *
    * <code>string adapter = 5;</code>
@@ -264,7 +264,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The adapter that it runs with. Absent: the model by itself.
+   * The adapter that it runs with. Empty: none.
    * </pre>
    *
    * <code>string adapter = 5;</code>
@@ -289,7 +289,7 @@ private static final long serialVersionUID = 0L;
   private int phase_ = 0;
   /**
    * <pre>
-   * How far it is; of several outputs or inputs the one that is furthest.
+   * Its phase; with several outputs or inputs that of the most advanced one.
    * </pre>
    *
    * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -300,7 +300,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How far it is; of several outputs or inputs the one that is furthest.
+   * Its phase; with several outputs or inputs that of the most advanced one.
    * </pre>
    *
    * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -315,7 +315,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration age_;
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -327,7 +327,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -339,7 +339,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -353,7 +353,7 @@ private static final long serialVersionUID = 0L;
   private int partCount_ = 0;
   /**
    * <pre>
-   * Outputs that it asks for, or inputs that it has.
+   * Number of its outputs, or of its inputs.
    * </pre>
    *
    * <code>int32 part_count = 8;</code>
@@ -413,7 +413,7 @@ private static final long serialVersionUID = 0L;
   private int maxOutputTokens_ = 0;
   /**
    * <pre>
-   * Most tokens of one output. 0 where none is generated.
+   * Maximum tokens of one output. 0 where none is generated.
    * </pre>
    *
    * <code>int32 max_output_tokens = 12;</code>
@@ -703,7 +703,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A request that the engine has. Nothing of its prompt or its output is told but their lengths.
+   * A request in the engine. Of its prompt and its output only the lengths are shown.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.RequestInfo}
@@ -1035,7 +1035,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1055,7 +1055,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1076,7 +1076,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1093,7 +1093,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1107,7 +1107,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1219,7 +1219,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object tenant_ = "";
     /**
      * <pre>
-     * Whose it is. Absent: the default tenant's.
+     * Its tenant. Empty: the default tenant.
      * </pre>
      *
      * <code>string tenant = 3;</code>
@@ -1239,7 +1239,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is. Absent: the default tenant's.
+     * Its tenant. Empty: the default tenant.
      * </pre>
      *
      * <code>string tenant = 3;</code>
@@ -1260,7 +1260,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is. Absent: the default tenant's.
+     * Its tenant. Empty: the default tenant.
      * </pre>
      *
      * <code>string tenant = 3;</code>
@@ -1277,7 +1277,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is. Absent: the default tenant's.
+     * Its tenant. Empty: the default tenant.
      * </pre>
      *
      * <code>string tenant = 3;</code>
@@ -1291,7 +1291,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whose it is. Absent: the default tenant's.
+     * Its tenant. Empty: the default tenant.
      * </pre>
      *
      * <code>string tenant = 3;</code>
@@ -1311,7 +1311,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object sessionId_ = "";
     /**
      * <pre>
-     * The conversation that it is a turn of. Absent: none is named.
+     * The conversation that it is a turn of. Empty: none is named.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1331,7 +1331,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Absent: none is named.
+     * The conversation that it is a turn of. Empty: none is named.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1352,7 +1352,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Absent: none is named.
+     * The conversation that it is a turn of. Empty: none is named.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1369,7 +1369,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Absent: none is named.
+     * The conversation that it is a turn of. Empty: none is named.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1383,7 +1383,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Absent: none is named.
+     * The conversation that it is a turn of. Empty: none is named.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1403,7 +1403,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object adapter_ = "";
     /**
      * <pre>
-     * The adapter that it runs with. Absent: the model by itself.
+     * The adapter that it runs with. Empty: none.
      * </pre>
      *
      * <code>string adapter = 5;</code>
@@ -1423,7 +1423,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapter that it runs with. Absent: the model by itself.
+     * The adapter that it runs with. Empty: none.
      * </pre>
      *
      * <code>string adapter = 5;</code>
@@ -1444,7 +1444,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapter that it runs with. Absent: the model by itself.
+     * The adapter that it runs with. Empty: none.
      * </pre>
      *
      * <code>string adapter = 5;</code>
@@ -1461,7 +1461,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapter that it runs with. Absent: the model by itself.
+     * The adapter that it runs with. Empty: none.
      * </pre>
      *
      * <code>string adapter = 5;</code>
@@ -1475,7 +1475,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The adapter that it runs with. Absent: the model by itself.
+     * The adapter that it runs with. Empty: none.
      * </pre>
      *
      * <code>string adapter = 5;</code>
@@ -1495,7 +1495,7 @@ private static final long serialVersionUID = 0L;
     private int phase_ = 0;
     /**
      * <pre>
-     * How far it is; of several outputs or inputs the one that is furthest.
+     * Its phase; with several outputs or inputs that of the most advanced one.
      * </pre>
      *
      * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -1506,7 +1506,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How far it is; of several outputs or inputs the one that is furthest.
+     * Its phase; with several outputs or inputs that of the most advanced one.
      * </pre>
      *
      * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -1521,7 +1521,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How far it is; of several outputs or inputs the one that is furthest.
+     * Its phase; with several outputs or inputs that of the most advanced one.
      * </pre>
      *
      * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -1534,7 +1534,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How far it is; of several outputs or inputs the one that is furthest.
+     * Its phase; with several outputs or inputs that of the most advanced one.
      * </pre>
      *
      * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -1552,7 +1552,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How far it is; of several outputs or inputs the one that is furthest.
+     * Its phase; with several outputs or inputs that of the most advanced one.
      * </pre>
      *
      * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -1570,7 +1570,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> ageBuilder_;
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1581,7 +1581,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1596,7 +1596,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1616,7 +1616,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1634,7 +1634,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1659,7 +1659,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1676,7 +1676,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1688,7 +1688,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1703,7 +1703,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Since it arrived.
+     * Time since it was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 7;</code>
@@ -1725,7 +1725,7 @@ private static final long serialVersionUID = 0L;
     private int partCount_ ;
     /**
      * <pre>
-     * Outputs that it asks for, or inputs that it has.
+     * Number of its outputs, or of its inputs.
      * </pre>
      *
      * <code>int32 part_count = 8;</code>
@@ -1737,7 +1737,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Outputs that it asks for, or inputs that it has.
+     * Number of its outputs, or of its inputs.
      * </pre>
      *
      * <code>int32 part_count = 8;</code>
@@ -1753,7 +1753,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Outputs that it asks for, or inputs that it has.
+     * Number of its outputs, or of its inputs.
      * </pre>
      *
      * <code>int32 part_count = 8;</code>
@@ -1901,7 +1901,7 @@ private static final long serialVersionUID = 0L;
     private int maxOutputTokens_ ;
     /**
      * <pre>
-     * Most tokens of one output. 0 where none is generated.
+     * Maximum tokens of one output. 0 where none is generated.
      * </pre>
      *
      * <code>int32 max_output_tokens = 12;</code>
@@ -1913,7 +1913,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most tokens of one output. 0 where none is generated.
+     * Maximum tokens of one output. 0 where none is generated.
      * </pre>
      *
      * <code>int32 max_output_tokens = 12;</code>
@@ -1929,7 +1929,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most tokens of one output. 0 where none is generated.
+     * Maximum tokens of one output. 0 where none is generated.
      * </pre>
      *
      * <code>int32 max_output_tokens = 12;</code>

@@ -10,7 +10,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface RequestInfoOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -50,7 +50,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * Whose it is. Absent: the default tenant's.
+   * Its tenant. Empty: the default tenant.
    * </pre>
    *
    * <code>string tenant = 3;</code>
@@ -59,7 +59,7 @@ public interface RequestInfoOrBuilder extends
   java.lang.String getTenant();
   /**
    * <pre>
-   * Whose it is. Absent: the default tenant's.
+   * Its tenant. Empty: the default tenant.
    * </pre>
    *
    * <code>string tenant = 3;</code>
@@ -70,7 +70,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * The conversation that it is a turn of. Absent: none is named.
+   * The conversation that it is a turn of. Empty: none is named.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -79,7 +79,7 @@ public interface RequestInfoOrBuilder extends
   java.lang.String getSessionId();
   /**
    * <pre>
-   * The conversation that it is a turn of. Absent: none is named.
+   * The conversation that it is a turn of. Empty: none is named.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -90,7 +90,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * The adapter that it runs with. Absent: the model by itself.
+   * The adapter that it runs with. Empty: none.
    * </pre>
    *
    * <code>string adapter = 5;</code>
@@ -99,7 +99,7 @@ public interface RequestInfoOrBuilder extends
   java.lang.String getAdapter();
   /**
    * <pre>
-   * The adapter that it runs with. Absent: the model by itself.
+   * The adapter that it runs with. Empty: none.
    * </pre>
    *
    * <code>string adapter = 5;</code>
@@ -110,7 +110,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * How far it is; of several outputs or inputs the one that is furthest.
+   * Its phase; with several outputs or inputs that of the most advanced one.
    * </pre>
    *
    * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -119,7 +119,7 @@ public interface RequestInfoOrBuilder extends
   int getPhaseValue();
   /**
    * <pre>
-   * How far it is; of several outputs or inputs the one that is furthest.
+   * Its phase; with several outputs or inputs that of the most advanced one.
    * </pre>
    *
    * <code>.icehouse.v1.RequestPhase phase = 6;</code>
@@ -129,7 +129,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -138,7 +138,7 @@ public interface RequestInfoOrBuilder extends
   boolean hasAge();
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -147,7 +147,7 @@ public interface RequestInfoOrBuilder extends
   com.google.protobuf.Duration getAge();
   /**
    * <pre>
-   * Since it arrived.
+   * Time since it was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 7;</code>
@@ -156,7 +156,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * Outputs that it asks for, or inputs that it has.
+   * Number of its outputs, or of its inputs.
    * </pre>
    *
    * <code>int32 part_count = 8;</code>
@@ -196,7 +196,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * Most tokens of one output. 0 where none is generated.
+   * Maximum tokens of one output. 0 where none is generated.
    * </pre>
    *
    * <code>int32 max_output_tokens = 12;</code>

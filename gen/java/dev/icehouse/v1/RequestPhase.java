@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How far a request is.
+ * The phase of a request.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.RequestPhase}

@@ -100,7 +100,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -121,7 +121,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -147,7 +147,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -168,7 +168,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -194,7 +194,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object query_ = "";
   /**
    * <pre>
-   * What the documents are to answer. Required (PROMPT_EMPTY).
+   * What the documents should answer. Required (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string query = 3;</code>
@@ -215,7 +215,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the documents are to answer. Required (PROMPT_EMPTY).
+   * What the documents should answer. Required (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string query = 3;</code>
@@ -242,7 +242,7 @@ private static final long serialVersionUID = 0L;
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -255,7 +255,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -267,7 +267,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -280,7 +280,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -298,7 +298,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object instruction_ = "";
   /**
    * <pre>
-   * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+   * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
    * answer the query", which Qwen3-Reranker was trained with.
    * </pre>
    *
@@ -320,7 +320,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+   * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
    * answer the query", which Qwen3-Reranker was trained with.
    * </pre>
    *
@@ -346,7 +346,7 @@ private static final long serialVersionUID = 0L;
   private int topCount_ = 0;
   /**
    * <pre>
-   * How many of the best to return. Absent or 0: all.
+   * How many of the best documents to return. Default: all.
    * </pre>
    *
    * <code>int32 top_count = 6;</code>
@@ -360,8 +360,8 @@ private static final long serialVersionUID = 0L;
   public static final int TURNS_FIELD_NUMBER = 7;
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -373,8 +373,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -389,8 +389,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -406,7 +406,7 @@ private static final long serialVersionUID = 0L;
   public static final int TEXT_FIELD_NUMBER = 8;
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -417,7 +417,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -442,7 +442,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -472,8 +472,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object positiveAnswer_ = "";
   /**
    * <pre>
-   * The first token of the answer that speaks for a document, one token of the model
-   * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+   * The answer for a relevant document, one token of the model
+   * (PARAMETER_OUT_OF_RANGE). Default: "yes".
    * </pre>
    *
    * <code>string positive_answer = 9;</code>
@@ -494,8 +494,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The first token of the answer that speaks for a document, one token of the model
-   * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+   * The answer for a relevant document, one token of the model
+   * (PARAMETER_OUT_OF_RANGE). Default: "yes".
    * </pre>
    *
    * <code>string positive_answer = 9;</code>
@@ -521,7 +521,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object negativeAnswer_ = "";
   /**
    * <pre>
-   * The first token of the answer that speaks against it, another one token. Absent: "no".
+   * The answer for an irrelevant document, another token of the model. Default: "no".
    * </pre>
    *
    * <code>string negative_answer = 10;</code>
@@ -542,7 +542,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The first token of the answer that speaks against it, another one token. Absent: "no".
+   * The answer for an irrelevant document, another token of the model. Default: "no".
    * </pre>
    *
    * <code>string negative_answer = 10;</code>
@@ -567,8 +567,8 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CachePolicy cache_;
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -580,8 +580,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -593,8 +593,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -608,7 +608,7 @@ private static final long serialVersionUID = 0L;
   private int priority_ = 0;
   /**
    * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    * </pre>
    *
    * <code>int32 priority = 12;</code>
@@ -619,15 +619,15 @@ private static final long serialVersionUID = 0L;
     return priority_;
   }
 
-  public static final int ADAPTER_FIELD_NUMBER = 17;
+  public static final int ADAPTER_FIELD_NUMBER = 13;
   @SuppressWarnings("serial")
   private volatile java.lang.Object adapter_ = "";
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 13;</code>
    * @return The adapter.
    */
   @java.lang.Override
@@ -645,10 +645,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 13;</code>
    * @return The bytes for adapter.
    */
   @java.lang.Override
@@ -717,7 +717,7 @@ private static final long serialVersionUID = 0L;
       output.writeInt32(12, priority_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, adapter_);
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 13, adapter_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -774,7 +774,7 @@ private static final long serialVersionUID = 0L;
         .computeInt32Size(12, priority_);
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, adapter_);
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(13, adapter_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -1329,11 +1329,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000800;
               break;
             } // case 96
-            case 138: {
+            case 106: {
               adapter_ = input.readStringRequireUtf8();
               bitField0_ |= 0x00001000;
               break;
-            } // case 138
+            } // case 106
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1369,7 +1369,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1389,7 +1389,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1410,7 +1410,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1427,7 +1427,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1441,7 +1441,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's name for this request, as for Generate. Absent: one is made.
+     * The caller's name for this request, as for Generate. Default: an id is generated.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1461,7 +1461,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1481,7 +1481,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1502,7 +1502,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1519,7 +1519,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1533,7 +1533,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1553,7 +1553,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object query_ = "";
     /**
      * <pre>
-     * What the documents are to answer. Required (PROMPT_EMPTY).
+     * What the documents should answer. Required (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string query = 3;</code>
@@ -1573,7 +1573,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the documents are to answer. Required (PROMPT_EMPTY).
+     * What the documents should answer. Required (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string query = 3;</code>
@@ -1594,7 +1594,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the documents are to answer. Required (PROMPT_EMPTY).
+     * What the documents should answer. Required (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string query = 3;</code>
@@ -1611,7 +1611,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the documents are to answer. Required (PROMPT_EMPTY).
+     * What the documents should answer. Required (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string query = 3;</code>
@@ -1625,7 +1625,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the documents are to answer. Required (PROMPT_EMPTY).
+     * What the documents should answer. Required (PROMPT_EMPTY).
      * </pre>
      *
      * <code>string query = 3;</code>
@@ -1652,7 +1652,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1666,7 +1666,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1678,7 +1678,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1691,7 +1691,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1705,7 +1705,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1725,7 +1725,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1744,7 +1744,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1763,7 +1763,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1779,7 +1779,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+     * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
      * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
      * </pre>
      *
@@ -1801,7 +1801,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object instruction_ = "";
     /**
      * <pre>
-     * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+     * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
      * answer the query", which Qwen3-Reranker was trained with.
      * </pre>
      *
@@ -1822,7 +1822,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+     * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
      * answer the query", which Qwen3-Reranker was trained with.
      * </pre>
      *
@@ -1844,7 +1844,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+     * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
      * answer the query", which Qwen3-Reranker was trained with.
      * </pre>
      *
@@ -1862,7 +1862,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+     * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
      * answer the query", which Qwen3-Reranker was trained with.
      * </pre>
      *
@@ -1877,7 +1877,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+     * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
      * answer the query", which Qwen3-Reranker was trained with.
      * </pre>
      *
@@ -1898,7 +1898,7 @@ private static final long serialVersionUID = 0L;
     private int topCount_ ;
     /**
      * <pre>
-     * How many of the best to return. Absent or 0: all.
+     * How many of the best documents to return. Default: all.
      * </pre>
      *
      * <code>int32 top_count = 6;</code>
@@ -1910,7 +1910,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many of the best to return. Absent or 0: all.
+     * How many of the best documents to return. Default: all.
      * </pre>
      *
      * <code>int32 top_count = 6;</code>
@@ -1926,7 +1926,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many of the best to return. Absent or 0: all.
+     * How many of the best documents to return. Default: all.
      * </pre>
      *
      * <code>int32 top_count = 6;</code>
@@ -1943,8 +1943,8 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.RerankTurns, dev.icehouse.v1.RerankTurns.Builder, dev.icehouse.v1.RerankTurnsOrBuilder> turnsBuilder_;
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -1956,8 +1956,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -1979,8 +1979,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2000,8 +2000,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2019,8 +2019,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2047,8 +2047,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2071,8 +2071,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2082,8 +2082,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2101,8 +2101,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-     * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+     * A conversation, rendered by the model's chat template with `enable_thinking` false.
+     * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
      * </pre>
      *
      * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -2128,7 +2128,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2140,7 +2140,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2166,7 +2166,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2193,7 +2193,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2210,7 +2210,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2226,7 +2226,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Plain text, for models without a chat template and forms that it cannot give.
+     * Plain text, for models without a chat template, and for prompts that a template cannot express.
      * </pre>
      *
      * <code>string text = 8;</code>
@@ -2246,8 +2246,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object positiveAnswer_ = "";
     /**
      * <pre>
-     * The first token of the answer that speaks for a document, one token of the model
-     * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+     * The answer for a relevant document, one token of the model
+     * (PARAMETER_OUT_OF_RANGE). Default: "yes".
      * </pre>
      *
      * <code>string positive_answer = 9;</code>
@@ -2267,8 +2267,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks for a document, one token of the model
-     * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+     * The answer for a relevant document, one token of the model
+     * (PARAMETER_OUT_OF_RANGE). Default: "yes".
      * </pre>
      *
      * <code>string positive_answer = 9;</code>
@@ -2289,8 +2289,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks for a document, one token of the model
-     * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+     * The answer for a relevant document, one token of the model
+     * (PARAMETER_OUT_OF_RANGE). Default: "yes".
      * </pre>
      *
      * <code>string positive_answer = 9;</code>
@@ -2307,8 +2307,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks for a document, one token of the model
-     * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+     * The answer for a relevant document, one token of the model
+     * (PARAMETER_OUT_OF_RANGE). Default: "yes".
      * </pre>
      *
      * <code>string positive_answer = 9;</code>
@@ -2322,8 +2322,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks for a document, one token of the model
-     * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+     * The answer for a relevant document, one token of the model
+     * (PARAMETER_OUT_OF_RANGE). Default: "yes".
      * </pre>
      *
      * <code>string positive_answer = 9;</code>
@@ -2343,7 +2343,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object negativeAnswer_ = "";
     /**
      * <pre>
-     * The first token of the answer that speaks against it, another one token. Absent: "no".
+     * The answer for an irrelevant document, another token of the model. Default: "no".
      * </pre>
      *
      * <code>string negative_answer = 10;</code>
@@ -2363,7 +2363,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks against it, another one token. Absent: "no".
+     * The answer for an irrelevant document, another token of the model. Default: "no".
      * </pre>
      *
      * <code>string negative_answer = 10;</code>
@@ -2384,7 +2384,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks against it, another one token. Absent: "no".
+     * The answer for an irrelevant document, another token of the model. Default: "no".
      * </pre>
      *
      * <code>string negative_answer = 10;</code>
@@ -2401,7 +2401,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks against it, another one token. Absent: "no".
+     * The answer for an irrelevant document, another token of the model. Default: "no".
      * </pre>
      *
      * <code>string negative_answer = 10;</code>
@@ -2415,7 +2415,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The first token of the answer that speaks against it, another one token. Absent: "no".
+     * The answer for an irrelevant document, another token of the model. Default: "no".
      * </pre>
      *
      * <code>string negative_answer = 10;</code>
@@ -2437,8 +2437,8 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2449,8 +2449,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2465,8 +2465,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2486,8 +2486,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2505,8 +2505,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2531,8 +2531,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2549,8 +2549,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2562,8 +2562,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2578,8 +2578,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-     * what is asked for again. Absent: read and write.
+     * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+     * evicting prompts that come again. Default: read and write.
      * </pre>
      *
      * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -2601,7 +2601,7 @@ private static final long serialVersionUID = 0L;
     private int priority_ ;
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 12;</code>
@@ -2613,7 +2613,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 12;</code>
@@ -2629,7 +2629,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+     * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
      * </pre>
      *
      * <code>int32 priority = 12;</code>
@@ -2645,10 +2645,10 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object adapter_ = "";
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 13;</code>
      * @return The adapter.
      */
     public java.lang.String getAdapter() {
@@ -2665,10 +2665,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 13;</code>
      * @return The bytes for adapter.
      */
     public com.google.protobuf.ByteString
@@ -2686,10 +2686,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 13;</code>
      * @param value The adapter to set.
      * @return This builder for chaining.
      */
@@ -2703,10 +2703,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 13;</code>
      * @return This builder for chaining.
      */
     public Builder clearAdapter() {
@@ -2717,10 +2717,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+     * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
      * </pre>
      *
-     * <code>string adapter = 17;</code>
+     * <code>string adapter = 13;</code>
      * @param value The bytes for adapter to set.
      * @return This builder for chaining.
      */

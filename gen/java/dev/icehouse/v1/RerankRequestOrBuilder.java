@@ -10,7 +10,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's name for this request, as for Generate. Absent: one is made.
+   * The caller's name for this request, as for Generate. Default: an id is generated.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -30,7 +30,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -39,7 +39,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model to use, as ListModels names it; else NOT_FOUND. Absent: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -50,7 +50,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * What the documents are to answer. Required (PROMPT_EMPTY).
+   * What the documents should answer. Required (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string query = 3;</code>
@@ -59,7 +59,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getQuery();
   /**
    * <pre>
-   * What the documents are to answer. Required (PROMPT_EMPTY).
+   * What the documents should answer. Required (PROMPT_EMPTY).
    * </pre>
    *
    * <code>string query = 3;</code>
@@ -70,7 +70,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -81,7 +81,7 @@ public interface RerankRequestOrBuilder extends
       getDocumentsList();
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -91,7 +91,7 @@ public interface RerankRequestOrBuilder extends
   int getDocumentsCount();
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -102,7 +102,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getDocuments(int index);
   /**
    * <pre>
-   * The documents: 1 to the server's limit (128 by default; else PARAMETER_OUT_OF_RANGE). None may be empty
+   * The documents: 1 to the server's limit (128 by default; otherwise PARAMETER_OUT_OF_RANGE). None may be empty
    * (PROMPT_EMPTY), or too long for the model's context (PROMPT_TOO_LONG).
    * </pre>
    *
@@ -115,7 +115,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+   * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
    * answer the query", which Qwen3-Reranker was trained with.
    * </pre>
    *
@@ -125,7 +125,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getInstruction();
   /**
    * <pre>
-   * The task, in words for the model. Absent: "Given a web search query, retrieve relevant passages that
+   * The task, in words for the model. Default: "Given a web search query, retrieve relevant passages that
    * answer the query", which Qwen3-Reranker was trained with.
    * </pre>
    *
@@ -137,7 +137,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * How many of the best to return. Absent or 0: all.
+   * How many of the best documents to return. Default: all.
    * </pre>
    *
    * <code>int32 top_count = 6;</code>
@@ -147,8 +147,8 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -157,8 +157,8 @@ public interface RerankRequestOrBuilder extends
   boolean hasTurns();
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -167,8 +167,8 @@ public interface RerankRequestOrBuilder extends
   dev.icehouse.v1.RerankTurns getTurns();
   /**
    * <pre>
-   * A conversation, rendered by the model's chat template, with `enable_thinking` false for it.
-   * CHAT_INVALID where the template lets every reply begin with reasoning all the same.
+   * A conversation, rendered by the model's chat template with `enable_thinking` false.
+   * CHAT_INVALID where the template nevertheless begins every reply with reasoning.
    * </pre>
    *
    * <code>.icehouse.v1.RerankTurns turns = 7;</code>
@@ -177,7 +177,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -186,7 +186,7 @@ public interface RerankRequestOrBuilder extends
   boolean hasText();
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -195,7 +195,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getText();
   /**
    * <pre>
-   * Plain text, for models without a chat template and forms that it cannot give.
+   * Plain text, for models without a chat template, and for prompts that a template cannot express.
    * </pre>
    *
    * <code>string text = 8;</code>
@@ -206,8 +206,8 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The first token of the answer that speaks for a document, one token of the model
-   * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+   * The answer for a relevant document, one token of the model
+   * (PARAMETER_OUT_OF_RANGE). Default: "yes".
    * </pre>
    *
    * <code>string positive_answer = 9;</code>
@@ -216,8 +216,8 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getPositiveAnswer();
   /**
    * <pre>
-   * The first token of the answer that speaks for a document, one token of the model
-   * (PARAMETER_OUT_OF_RANGE). Absent: "yes".
+   * The answer for a relevant document, one token of the model
+   * (PARAMETER_OUT_OF_RANGE). Default: "yes".
    * </pre>
    *
    * <code>string positive_answer = 9;</code>
@@ -228,7 +228,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The first token of the answer that speaks against it, another one token. Absent: "no".
+   * The answer for an irrelevant document, another token of the model. Default: "no".
    * </pre>
    *
    * <code>string negative_answer = 10;</code>
@@ -237,7 +237,7 @@ public interface RerankRequestOrBuilder extends
   java.lang.String getNegativeAnswer();
   /**
    * <pre>
-   * The first token of the answer that speaks against it, another one token. Absent: "no".
+   * The answer for an irrelevant document, another token of the model. Default: "no".
    * </pre>
    *
    * <code>string negative_answer = 10;</code>
@@ -248,8 +248,8 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -258,8 +258,8 @@ public interface RerankRequestOrBuilder extends
   boolean hasCache();
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -268,8 +268,8 @@ public interface RerankRequestOrBuilder extends
   dev.icehouse.v1.CachePolicy getCache();
   /**
    * <pre>
-   * How the prefix cache may be used. CACHE_USE_OFF keeps documents that are seen once from pushing out
-   * what is asked for again. Absent: read and write.
+   * What the request may do with the prefix cache. CACHE_USE_OFF keeps documents that are seen only once from
+   * evicting prompts that come again. Default: read and write.
    * </pre>
    *
    * <code>.icehouse.v1.CachePolicy cache = 11;</code>
@@ -278,7 +278,7 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Absent: 0.
+   * Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
    * </pre>
    *
    * <code>int32 priority = 12;</code>
@@ -288,19 +288,19 @@ public interface RerankRequestOrBuilder extends
 
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 13;</code>
    * @return The adapter.
    */
   java.lang.String getAdapter();
   /**
    * <pre>
-   * The LoRA adapter to compute with; else ADAPTER_NOT_FOUND. Absent: the model by itself.
+   * The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
    * </pre>
    *
-   * <code>string adapter = 17;</code>
+   * <code>string adapter = 13;</code>
    * @return The bytes for adapter.
    */
   com.google.protobuf.ByteString

@@ -52,7 +52,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -73,7 +73,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -146,7 +146,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.RerankResult> results_;
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -157,7 +157,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -169,7 +169,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -180,7 +180,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -191,7 +191,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -236,7 +236,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration totalDuration_;
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -248,7 +248,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -260,7 +260,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -791,7 +791,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -811,7 +811,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -832,7 +832,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -849,7 +849,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -863,7 +863,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -986,7 +986,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1000,7 +1000,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1014,7 +1014,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1028,7 +1028,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1049,7 +1049,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1067,7 +1067,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1087,7 +1087,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1108,7 +1108,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1126,7 +1126,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1144,7 +1144,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1163,7 +1163,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1180,7 +1180,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1197,7 +1197,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1208,7 +1208,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1222,7 +1222,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1237,7 +1237,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1248,7 +1248,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1260,7 +1260,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The documents, best first; equals in the request's order.
+     * The documents, best first; equal ones in the request's order.
      * </pre>
      *
      * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -1377,7 +1377,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> totalDurationBuilder_;
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1388,7 +1388,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1403,7 +1403,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1423,7 +1423,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1441,7 +1441,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1466,7 +1466,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1483,7 +1483,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1495,7 +1495,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -1510,7 +1510,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the last score.
+     * From the receipt of the request to the last score.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 6;</code>

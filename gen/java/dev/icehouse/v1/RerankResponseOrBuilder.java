@@ -10,7 +10,7 @@ public interface RerankResponseOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface RerankResponseOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -50,7 +50,7 @@ public interface RerankResponseOrBuilder extends
 
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -59,7 +59,7 @@ public interface RerankResponseOrBuilder extends
       getResultsList();
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -67,7 +67,7 @@ public interface RerankResponseOrBuilder extends
   dev.icehouse.v1.RerankResult getResults(int index);
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -75,7 +75,7 @@ public interface RerankResponseOrBuilder extends
   int getResultsCount();
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -84,7 +84,7 @@ public interface RerankResponseOrBuilder extends
       getResultsOrBuilderList();
   /**
    * <pre>
-   * The documents, best first; equals in the request's order.
+   * The documents, best first; equal ones in the request's order.
    * </pre>
    *
    * <code>repeated .icehouse.v1.RerankResult results = 3;</code>
@@ -114,7 +114,7 @@ public interface RerankResponseOrBuilder extends
 
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -123,7 +123,7 @@ public interface RerankResponseOrBuilder extends
   boolean hasTotalDuration();
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>
@@ -132,7 +132,7 @@ public interface RerankResponseOrBuilder extends
   com.google.protobuf.Duration getTotalDuration();
   /**
    * <pre>
-   * From arrival to the last score.
+   * From the receipt of the request to the last score.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 6;</code>

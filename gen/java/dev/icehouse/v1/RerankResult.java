@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One document's place.
+ * The score of one document.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.RerankResult}
@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private int index_ = 0;
   /**
    * <pre>
-   * Its place in `RerankRequest.documents`, from 0.
+   * Its index in `RerankRequest.documents`, from 0.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -77,8 +77,8 @@ private static final long serialVersionUID = 0L;
   private double logOdds_ = 0D;
   /**
    * <pre>
-   * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-   * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * The difference of the two answers' logits, of which `score` is the logistic function; it still
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
    * </pre>
    *
    * <code>double log_odds = 3;</code>
@@ -300,7 +300,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One document's place.
+   * The score of one document.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.RerankResult}
@@ -509,7 +509,7 @@ private static final long serialVersionUID = 0L;
     private int index_ ;
     /**
      * <pre>
-     * Its place in `RerankRequest.documents`, from 0.
+     * Its index in `RerankRequest.documents`, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -521,7 +521,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place in `RerankRequest.documents`, from 0.
+     * Its index in `RerankRequest.documents`, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -537,7 +537,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place in `RerankRequest.documents`, from 0.
+     * Its index in `RerankRequest.documents`, from 0.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -597,8 +597,8 @@ private static final long serialVersionUID = 0L;
     private double logOdds_ ;
     /**
      * <pre>
-     * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-     * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * The difference of the two answers' logits, of which `score` is the logistic function; it still
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
      * </pre>
      *
      * <code>double log_odds = 3;</code>
@@ -610,8 +610,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-     * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * The difference of the two answers' logits, of which `score` is the logistic function; it still
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
      * </pre>
      *
      * <code>double log_odds = 3;</code>
@@ -627,8 +627,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-     * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * The difference of the two answers' logits, of which `score` is the logistic function; it still
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
      * </pre>
      *
      * <code>double log_odds = 3;</code>

@@ -10,7 +10,7 @@ public interface RerankResultOrBuilder extends
 
   /**
    * <pre>
-   * Its place in `RerankRequest.documents`, from 0.
+   * Its index in `RerankRequest.documents`, from 0.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -30,8 +30,8 @@ public interface RerankResultOrBuilder extends
 
   /**
    * <pre>
-   * The difference of the two answers' logits, which `score` is the logistic function of; it still tells
-   * apart what `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * The difference of the two answers' logits, of which `score` is the logistic function; it still
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
    * </pre>
    *
    * <code>double log_odds = 3;</code>

@@ -4,9 +4,9 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
- * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
- * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+ * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+ * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+ * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
  * loads language models. Errors carry google.rpc details as InferenceService's do.
  * </pre>
  */
@@ -110,9 +110,9 @@ public final class RerankServiceGrpc {
 
   /**
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -120,10 +120,10 @@ public final class RerankServiceGrpc {
 
     /**
      * <pre>
-     * Scores each document by the probabilities of two answers as the model's first token, and returns them
-     * best first. Every document is one short request in the batch, taken in all together or not at all, and
+     * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+     * best first. Every document is one short request in the batch; they are accepted or refused together. Each
      * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-     * computed once. Else the refusals of InferenceService.Generate.
+     * computed once. Errors are those of InferenceService.Generate.
      * </pre>
      */
     default void rerank(dev.icehouse.v1.RerankRequest request,
@@ -135,9 +135,9 @@ public final class RerankServiceGrpc {
   /**
    * Base class for the server implementation of the service RerankService.
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -152,9 +152,9 @@ public final class RerankServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service RerankService.
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -173,10 +173,10 @@ public final class RerankServiceGrpc {
 
     /**
      * <pre>
-     * Scores each document by the probabilities of two answers as the model's first token, and returns them
-     * best first. Every document is one short request in the batch, taken in all together or not at all, and
+     * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+     * best first. Every document is one short request in the batch; they are accepted or refused together. Each
      * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-     * computed once. Else the refusals of InferenceService.Generate.
+     * computed once. Errors are those of InferenceService.Generate.
      * </pre>
      */
     public void rerank(dev.icehouse.v1.RerankRequest request,
@@ -189,9 +189,9 @@ public final class RerankServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service RerankService.
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -210,10 +210,10 @@ public final class RerankServiceGrpc {
 
     /**
      * <pre>
-     * Scores each document by the probabilities of two answers as the model's first token, and returns them
-     * best first. Every document is one short request in the batch, taken in all together or not at all, and
+     * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+     * best first. Every document is one short request in the batch; they are accepted or refused together. Each
      * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-     * computed once. Else the refusals of InferenceService.Generate.
+     * computed once. Errors are those of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.RerankResponse rerank(dev.icehouse.v1.RerankRequest request) throws io.grpc.StatusException {
@@ -225,9 +225,9 @@ public final class RerankServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service RerankService.
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -246,10 +246,10 @@ public final class RerankServiceGrpc {
 
     /**
      * <pre>
-     * Scores each document by the probabilities of two answers as the model's first token, and returns them
-     * best first. Every document is one short request in the batch, taken in all together or not at all, and
+     * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+     * best first. Every document is one short request in the batch; they are accepted or refused together. Each
      * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-     * computed once. Else the refusals of InferenceService.Generate.
+     * computed once. Errors are those of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.RerankResponse rerank(dev.icehouse.v1.RerankRequest request) {
@@ -261,9 +261,9 @@ public final class RerankServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service RerankService.
    * <pre>
-   * Ranks documents with a model that is asked, document by document, whether it answers the query: rerankers
-   * such as Qwen3-Reranker, trained to say "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head of their own (cross-encoders, sequence classifiers) cannot be served: mlx-lm
+   * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
+   * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
+   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
    * loads language models. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
@@ -282,10 +282,10 @@ public final class RerankServiceGrpc {
 
     /**
      * <pre>
-     * Scores each document by the probabilities of two answers as the model's first token, and returns them
-     * best first. Every document is one short request in the batch, taken in all together or not at all, and
+     * Scores each document by the probabilities of two answers as the model's first token, and returns the documents
+     * best first. Every document is one short request in the batch; they are accepted or refused together. Each
      * uses the prefix cache as Generate does: what comes before the document, such as a long query, is
-     * computed once. Else the refusals of InferenceService.Generate.
+     * computed once. Errors are those of InferenceService.Generate.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.RerankResponse> rerank(

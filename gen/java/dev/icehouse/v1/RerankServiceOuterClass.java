@@ -54,7 +54,7 @@ public final class RerankServiceOuterClass {
       "\000\022\016\n\004text\030\010 \001(\tH\000\022\027\n\017positive_answer\030\t \001" +
       "(\t\022\027\n\017negative_answer\030\n \001(\t\022\'\n\005cache\030\013 \001" +
       "(\0132\030.icehouse.v1.CachePolicy\022\020\n\010priority" +
-      "\030\014 \001(\005\022\017\n\007adapter\030\021 \001(\tB\006\n\004form\"+\n\013Reran" +
+      "\030\014 \001(\005\022\017\n\007adapter\030\r \001(\tB\006\n\004form\"+\n\013Reran" +
       "kTurns\022\016\n\006system\030\001 \001(\t\022\014\n\004user\030\002 \001(\t\"\300\001\n" +
       "\016RerankResponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005m" +
       "odel\030\002 \001(\t\022*\n\007results\030\003 \003(\0132\031.icehouse.v" +

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object system_ = "";
   /**
    * <pre>
-   * The system turn. Absent: there is none.
+   * The system turn. Default: none.
    * </pre>
    *
    * <code>string system = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The system turn. Absent: there is none.
+   * The system turn. Default: none.
    * </pre>
    *
    * <code>string system = 1;</code>
@@ -496,7 +496,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object system_ = "";
     /**
      * <pre>
-     * The system turn. Absent: there is none.
+     * The system turn. Default: none.
      * </pre>
      *
      * <code>string system = 1;</code>
@@ -516,7 +516,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The system turn. Absent: there is none.
+     * The system turn. Default: none.
      * </pre>
      *
      * <code>string system = 1;</code>
@@ -537,7 +537,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The system turn. Absent: there is none.
+     * The system turn. Default: none.
      * </pre>
      *
      * <code>string system = 1;</code>
@@ -554,7 +554,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The system turn. Absent: there is none.
+     * The system turn. Default: none.
      * </pre>
      *
      * <code>string system = 1;</code>
@@ -568,7 +568,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The system turn. Absent: there is none.
+     * The system turn. Default: none.
      * </pre>
      *
      * <code>string system = 1;</code>

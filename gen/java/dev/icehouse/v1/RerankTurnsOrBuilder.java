@@ -10,7 +10,7 @@ public interface RerankTurnsOrBuilder extends
 
   /**
    * <pre>
-   * The system turn. Absent: there is none.
+   * The system turn. Default: none.
    * </pre>
    *
    * <code>string system = 1;</code>
@@ -19,7 +19,7 @@ public interface RerankTurnsOrBuilder extends
   java.lang.String getSystem();
   /**
    * <pre>
-   * The system turn. Absent: there is none.
+   * The system turn. Default: none.
    * </pre>
    *
    * <code>string system = 1;</code>

@@ -6,20 +6,20 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Keeps the output inside a form: at each step only tokens that can still lead to it may be drawn,
- * and end tokens only where it is complete. An output that ended otherwise than by a limit, a stop
+ * Constrains the output to a form: at each step only tokens that can still lead to it may be drawn,
+ * and end tokens only where it is complete. An output that was not ended by a limit, a stop
  * string or one of the request's `stop_token_ids` has the form; its finish reason is
- * FINISH_REASON_STOP_TOKEN. Any other is a beginning of it. The form wins over
+ * FINISH_REASON_STOP_TOKEN. Any other output is a beginning of the form. The form takes precedence over
  * everything in `sampling`: a bias or a ban never makes a token possible or the output impossible.
  *
- * Reasoning stays outside of the form: where a chat's prompt ends within it (templates that open it), or
- * `max_reasoning_tokens` above 0 lets the model open it, the form begins behind the end marker, and no end
- * token may be drawn before. Elsewhere it begins with the first token.
+ * Reasoning is not part of the form: where a chat's prompt ends within reasoning (templates that open it), or
+ * `max_reasoning_tokens` above 0 lets the model open it, the form begins after the end marker, and no end
+ * token may be drawn before. Otherwise the form begins with the first token.
  *
  * A form that cannot be used is refused with RESPONSE_FORMAT_INVALID, whose metadata has `place` (a
- * JSON pointer into the schema, or line and column) and `detail`. One that is larger than the server's
+ * JSON pointer into the schema, or line and column) and `detail`. A form that is larger than the server's
  * limit (64 KiB by default) or takes too long to compile is refused with GRAMMAR_TOO_COMPLEX; an
- * output can end with that too, in the rare case that a step passes the limits of the parser.
+ * output can also end with that, in the rare case that a step exceeds the limits of the parser.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ResponseFormat}
@@ -109,12 +109,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -127,12 +127,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -159,12 +159,12 @@ private static final long serialVersionUID = 0L;
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -235,8 +235,8 @@ private static final long serialVersionUID = 0L;
   public static final int REGEX_FIELD_NUMBER = 3;
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -247,8 +247,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -273,8 +273,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -410,9 +410,9 @@ private static final long serialVersionUID = 0L;
   private boolean compact_ = false;
   /**
    * <pre>
-   * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-   * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-   * and at most 32 spaces or tabs behind it.
+   * No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+   * (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+   * followed by at most 32 spaces or tabs.
    * </pre>
    *
    * <code>bool compact = 6;</code>
@@ -664,20 +664,20 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Keeps the output inside a form: at each step only tokens that can still lead to it may be drawn,
-   * and end tokens only where it is complete. An output that ended otherwise than by a limit, a stop
+   * Constrains the output to a form: at each step only tokens that can still lead to it may be drawn,
+   * and end tokens only where it is complete. An output that was not ended by a limit, a stop
    * string or one of the request's `stop_token_ids` has the form; its finish reason is
-   * FINISH_REASON_STOP_TOKEN. Any other is a beginning of it. The form wins over
+   * FINISH_REASON_STOP_TOKEN. Any other output is a beginning of the form. The form takes precedence over
    * everything in `sampling`: a bias or a ban never makes a token possible or the output impossible.
    *
-   * Reasoning stays outside of the form: where a chat's prompt ends within it (templates that open it), or
-   * `max_reasoning_tokens` above 0 lets the model open it, the form begins behind the end marker, and no end
-   * token may be drawn before. Elsewhere it begins with the first token.
+   * Reasoning is not part of the form: where a chat's prompt ends within reasoning (templates that open it), or
+   * `max_reasoning_tokens` above 0 lets the model open it, the form begins after the end marker, and no end
+   * token may be drawn before. Otherwise the form begins with the first token.
    *
    * A form that cannot be used is refused with RESPONSE_FORMAT_INVALID, whose metadata has `place` (a
-   * JSON pointer into the schema, or line and column) and `detail`. One that is larger than the server's
+   * JSON pointer into the schema, or line and column) and `detail`. A form that is larger than the server's
    * limit (64 KiB by default) or takes too long to compile is refused with GRAMMAR_TOO_COMPLEX; an
-   * output can end with that too, in the rare case that a step passes the limits of the parser.
+   * output can also end with that, in the rare case that a step exceeds the limits of the parser.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ResponseFormat}
@@ -951,12 +951,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -970,12 +970,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1003,12 +1003,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1037,12 +1037,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1061,12 +1061,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1084,12 +1084,12 @@ private static final long serialVersionUID = 0L;
      * <pre>
      * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
      * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-     * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-     * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-     * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-     * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-     * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-     * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+     * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+     * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+     * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+     * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+     * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+     * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
      * </pre>
      *
      * <code>string json_schema = 1;</code>
@@ -1286,8 +1286,8 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1299,8 +1299,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1326,8 +1326,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1354,8 +1354,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1372,8 +1372,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1389,8 +1389,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * A regular expression in the syntax of Rust's regex crate, without look-around and back
-     * references; it must match the whole output.
+     * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+     * it must match the whole output.
      * </pre>
      *
      * <code>string regex = 3;</code>
@@ -1705,9 +1705,9 @@ private static final long serialVersionUID = 0L;
     private boolean compact_ ;
     /**
      * <pre>
-     * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-     * and at most 32 spaces or tabs behind it.
+     * No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+     * (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+     * followed by at most 32 spaces or tabs.
      * </pre>
      *
      * <code>bool compact = 6;</code>
@@ -1719,9 +1719,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-     * and at most 32 spaces or tabs behind it.
+     * No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+     * (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+     * followed by at most 32 spaces or tabs.
      * </pre>
      *
      * <code>bool compact = 6;</code>
@@ -1737,9 +1737,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-     * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-     * and at most 32 spaces or tabs behind it.
+     * No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+     * (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+     * followed by at most 32 spaces or tabs.
      * </pre>
      *
      * <code>bool compact = 6;</code>

@@ -12,12 +12,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -28,12 +28,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -44,12 +44,12 @@ public interface ResponseFormatOrBuilder extends
    * <pre>
    * A JSON schema, as JSON text: the output is one JSON value that validates against it, with the
    * properties in the schema's order. It is text and not a Struct because a Struct has no order and
-   * no integers. `true` allows any JSON value. An object has no other properties than its schema names,
-   * unless it says so with `additionalProperties`. What pydantic and zod write by default is kept to;
-   * `uniqueItems`, formats that the server does not know, and bounds of numbers beyond 10^18 are taken and
-   * not kept to. Other keywords that cannot be kept to (`not`, `if`, `contains`, `oneOf` with alternatives
-   * that overlap, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
-   * vocabulary are ignored. `format` is kept to by its shape: a `date` can be 29 February of any year.
+   * no integers. `true` allows any JSON value. An object has only the properties that its schema names,
+   * unless `additionalProperties` allows others. What pydantic and zod write by default is enforced;
+   * `uniqueItems`, unknown formats, and bounds of numbers beyond 10^18 are accepted but
+   * not enforced. Other keywords that cannot be enforced (`not`, `if`, `contains`, `oneOf` with overlapping
+   * alternatives, `$ref` to another document, ...) are refused; keywords outside the JSON Schema
+   * vocabulary are ignored. `format` is enforced by its syntax: a `date` can be 29 February of any year.
    * </pre>
    *
    * <code>string json_schema = 1;</code>
@@ -87,8 +87,8 @@ public interface ResponseFormatOrBuilder extends
 
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -97,8 +97,8 @@ public interface ResponseFormatOrBuilder extends
   boolean hasRegex();
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -107,8 +107,8 @@ public interface ResponseFormatOrBuilder extends
   java.lang.String getRegex();
   /**
    * <pre>
-   * A regular expression in the syntax of Rust's regex crate, without look-around and back
-   * references; it must match the whole output.
+   * A regular expression in the syntax of Rust's regex crate, without look-around and backreferences;
+   * it must match the whole output.
    * </pre>
    *
    * <code>string regex = 3;</code>
@@ -175,9 +175,9 @@ public interface ResponseFormatOrBuilder extends
 
   /**
    * <pre>
-   * For `json_schema` and `json_object`, else PARAMETER_OUT_OF_RANGE: no white space between the tokens
-   * of JSON, which takes fewer tokens. Absent: between two of them there may be one space, or one line break
-   * and at most 32 spaces or tabs behind it.
+   * No white space between the tokens of JSON, which takes fewer tokens. Only with `json_schema` and `json_object`
+   * (PARAMETER_OUT_OF_RANGE). Default: between two of them there may be one space, or one line break
+   * followed by at most 32 spaces or tabs.
    * </pre>
    *
    * <code>bool compact = 6;</code>

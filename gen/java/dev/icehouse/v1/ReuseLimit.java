@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Why the reused beginning of the prompt was not longer.
+ * Why not more of the prompt was reused.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.ReuseLimit}
@@ -31,7 +31,7 @@ public enum ReuseLimit
   REUSE_LIMIT_NONE(1),
   /**
    * <pre>
-   * No block with this beginning is known.
+   * No block with this beginning is cached.
    * </pre>
    *
    * <code>REUSE_LIMIT_NO_MATCH = 2;</code>
@@ -39,7 +39,7 @@ public enum ReuseLimit
   REUSE_LIMIT_NO_MATCH(2),
   /**
    * <pre>
-   * The prompt differs from every known one after the reused tokens.
+   * The prompt differs from every cached one after the reused tokens.
    * </pre>
    *
    * <code>REUSE_LIMIT_DIVERGED = 3;</code>
@@ -63,7 +63,7 @@ public enum ReuseLimit
   REUSE_LIMIT_RECOMPUTE_FASTER(5),
   /**
    * <pre>
-   * A block on SSD was missing, damaged or not this prompt's; it was dropped.
+   * A block on SSD was missing, damaged or another prompt's; it was dropped.
    * </pre>
    *
    * <code>REUSE_LIMIT_LOAD_FAILED = 6;</code>
@@ -87,7 +87,7 @@ public enum ReuseLimit
   REUSE_LIMIT_UNSUPPORTED(8),
   /**
    * <pre>
-   * The log probabilities of the prompt were asked for, so all of it was computed.
+   * The log probabilities of the prompt were requested, so all of it was computed.
    * </pre>
    *
    * <code>REUSE_LIMIT_PROMPT_LOGPROBS = 9;</code>
@@ -114,7 +114,7 @@ public enum ReuseLimit
   public static final int REUSE_LIMIT_NONE_VALUE = 1;
   /**
    * <pre>
-   * No block with this beginning is known.
+   * No block with this beginning is cached.
    * </pre>
    *
    * <code>REUSE_LIMIT_NO_MATCH = 2;</code>
@@ -122,7 +122,7 @@ public enum ReuseLimit
   public static final int REUSE_LIMIT_NO_MATCH_VALUE = 2;
   /**
    * <pre>
-   * The prompt differs from every known one after the reused tokens.
+   * The prompt differs from every cached one after the reused tokens.
    * </pre>
    *
    * <code>REUSE_LIMIT_DIVERGED = 3;</code>
@@ -146,7 +146,7 @@ public enum ReuseLimit
   public static final int REUSE_LIMIT_RECOMPUTE_FASTER_VALUE = 5;
   /**
    * <pre>
-   * A block on SSD was missing, damaged or not this prompt's; it was dropped.
+   * A block on SSD was missing, damaged or another prompt's; it was dropped.
    * </pre>
    *
    * <code>REUSE_LIMIT_LOAD_FAILED = 6;</code>
@@ -170,7 +170,7 @@ public enum ReuseLimit
   public static final int REUSE_LIMIT_UNSUPPORTED_VALUE = 8;
   /**
    * <pre>
-   * The log probabilities of the prompt were asked for, so all of it was computed.
+   * The log probabilities of the prompt were requested, so all of it was computed.
    * </pre>
    *
    * <code>REUSE_LIMIT_PROMPT_LOGPROBS = 9;</code>

@@ -40,27 +40,24 @@ public final class Sampling {
   static {
     java.lang.String[] descriptorData = {
       "\n\032icehouse/v1/sampling.proto\022\013icehouse.v" +
-      "1\"\277\005\n\016SamplingParams\022\030\n\013temperature\030\001 \001(" +
-      "\001H\000\210\001\001\022\022\n\005top_p\030\002 \001(\001H\001\210\001\001\022\022\n\005top_k\030\003 \001(" +
-      "\005H\002\210\001\001\022\022\n\005min_p\030\004 \001(\001H\003\210\001\001\022\021\n\004seed\030\005 \001(\004" +
-      "H\004\210\001\001\022\034\n\017xtc_probability\030\006 \001(\001H\005\210\001\001\022\032\n\rx" +
-      "tc_threshold\030\007 \001(\001H\006\210\001\001\022\037\n\022repetition_pe" +
-      "nalty\030\010 \001(\001H\007\210\001\001\022\031\n\021repetition_window\030\t " +
-      "\001(\005\022\030\n\020presence_penalty\030\n \001(\001\022\027\n\017presenc" +
-      "e_window\030\013 \001(\005\022\031\n\021frequency_penalty\030\014 \001(" +
-      "\001\022\030\n\020frequency_window\030\r \001(\005\022>\n\nlogit_bia" +
-      "s\030\016 \003(\0132*.icehouse.v1.SamplingParams.Log" +
-      "itBiasEntry\022\021\n\tbad_words\030\017 \003(\t\0227\n\023bad_to" +
-      "ken_sequences\030\020 \003(\0132\032.icehouse.v1.TokenS" +
-      "equence\022\031\n\021min_output_tokens\030\021 \001(\005\022\031\n\021ig" +
-      "nore_end_tokens\030\022 \001(\010\0320\n\016LogitBiasEntry\022" +
-      "\013\n\003key\030\001 \001(\005\022\r\n\005value\030\002 \001(\001:\0028\001B\016\n\014_temp" +
-      "eratureB\010\n\006_top_pB\010\n\006_top_kB\010\n\006_min_pB\007\n" +
-      "\005_seedB\022\n\020_xtc_probabilityB\020\n\016_xtc_thres" +
-      "holdB\025\n\023_repetition_penalty\"\034\n\rTokenSequ" +
-      "ence\022\013\n\003ids\030\001 \003(\005B<\n\017dev.icehouse.v1P\001Z\'" +
-      "icehouse.dev/api/icehouse/v1;icehousev1b" +
-      "\006proto3"
+      "1\"\310\004\n\016SamplingParams\022\023\n\013temperature\030\001 \001(" +
+      "\001\022\r\n\005top_p\030\002 \001(\001\022\r\n\005top_k\030\003 \001(\005\022\r\n\005min_p" +
+      "\030\004 \001(\001\022\021\n\004seed\030\005 \001(\004H\000\210\001\001\022\027\n\017xtc_probabi" +
+      "lity\030\006 \001(\001\022\032\n\rxtc_threshold\030\007 \001(\001H\001\210\001\001\022\032" +
+      "\n\022repetition_penalty\030\010 \001(\001\022\031\n\021repetition" +
+      "_window\030\t \001(\005\022\030\n\020presence_penalty\030\n \001(\001\022" +
+      "\027\n\017presence_window\030\013 \001(\005\022\031\n\021frequency_pe" +
+      "nalty\030\014 \001(\001\022\030\n\020frequency_window\030\r \001(\005\022>\n" +
+      "\nlogit_bias\030\016 \003(\0132*.icehouse.v1.Sampling" +
+      "Params.LogitBiasEntry\022\021\n\tbad_words\030\017 \003(\t" +
+      "\0227\n\023bad_token_sequences\030\020 \003(\0132\032.icehouse" +
+      ".v1.TokenSequence\022\031\n\021min_output_tokens\030\021" +
+      " \001(\005\022\031\n\021ignore_end_tokens\030\022 \001(\010\0320\n\016Logit" +
+      "BiasEntry\022\013\n\003key\030\001 \001(\005\022\r\n\005value\030\002 \001(\001:\0028" +
+      "\001B\007\n\005_seedB\020\n\016_xtc_threshold\"\034\n\rTokenSeq" +
+      "uence\022\013\n\003ids\030\001 \003(\005B<\n\017dev.icehouse.v1P\001Z" +
+      "\'icehouse.dev/api/icehouse/v1;icehousev1" +
+      "b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,

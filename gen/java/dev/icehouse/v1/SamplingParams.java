@@ -10,8 +10,8 @@ package dev.icehouse.v1;
  * A value outside its range is refused with PARAMETER_OUT_OF_RANGE, a token id outside the
  * vocabulary with TOKEN_OUT_OF_RANGE.
  *
- * The order is: logit_bias, repetition, presence and frequency penalty, the mask of a response
- * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each judged at
+ * The steps are: logit_bias, repetition, presence and frequency penalty, the mask of a response
+ * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each evaluated at
  * temperature 1; then the draw at the temperature.
  * </pre>
  *
@@ -69,22 +69,10 @@ private static final long serialVersionUID = 0L;
   private double temperature_ = 0D;
   /**
    * <pre>
-   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
    * </pre>
    *
-   * <code>optional double temperature = 1;</code>
-   * @return Whether the temperature field is set.
-   */
-  @java.lang.Override
-  public boolean hasTemperature() {
-    return ((bitField0_ & 0x00000001) != 0);
-  }
-  /**
-   * <pre>
-   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
-   * </pre>
-   *
-   * <code>optional double temperature = 1;</code>
+   * <code>double temperature = 1;</code>
    * @return The temperature.
    */
   @java.lang.Override
@@ -96,24 +84,11 @@ private static final long serialVersionUID = 0L;
   private double topP_ = 0D;
   /**
    * <pre>
-   * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-   * Absent: 1.
+   * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+   * Default: 1.
    * </pre>
    *
-   * <code>optional double top_p = 2;</code>
-   * @return Whether the topP field is set.
-   */
-  @java.lang.Override
-  public boolean hasTopP() {
-    return ((bitField0_ & 0x00000002) != 0);
-  }
-  /**
-   * <pre>
-   * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-   * Absent: 1.
-   * </pre>
-   *
-   * <code>optional double top_p = 2;</code>
+   * <code>double top_p = 2;</code>
    * @return The topP.
    */
   @java.lang.Override
@@ -125,22 +100,10 @@ private static final long serialVersionUID = 0L;
   private int topK_ = 0;
   /**
    * <pre>
-   * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
+   * Keeps this many of the most likely tokens, &gt;= 0; 0 keeps all. Default: 0.
    * </pre>
    *
-   * <code>optional int32 top_k = 3;</code>
-   * @return Whether the topK field is set.
-   */
-  @java.lang.Override
-  public boolean hasTopK() {
-    return ((bitField0_ & 0x00000004) != 0);
-  }
-  /**
-   * <pre>
-   * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
-   * </pre>
-   *
-   * <code>optional int32 top_k = 3;</code>
+   * <code>int32 top_k = 3;</code>
    * @return The topK.
    */
   @java.lang.Override
@@ -152,24 +115,11 @@ private static final long serialVersionUID = 0L;
   private double minP_ = 0D;
   /**
    * <pre>
-   * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-   * Absent: 0.
+   * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+   * Default: 0.
    * </pre>
    *
-   * <code>optional double min_p = 4;</code>
-   * @return Whether the minP field is set.
-   */
-  @java.lang.Override
-  public boolean hasMinP() {
-    return ((bitField0_ & 0x00000008) != 0);
-  }
-  /**
-   * <pre>
-   * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-   * Absent: 0.
-   * </pre>
-   *
-   * <code>optional double min_p = 4;</code>
+   * <code>double min_p = 4;</code>
    * @return The minP.
    */
   @java.lang.Override
@@ -182,7 +132,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Start of the request's own random sequence, any value. The same seed, prompt and
-   * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+   * parameters give the same text whatever else runs. Default: one is drawn and returned.
    * </pre>
    *
    * <code>optional uint64 seed = 5;</code>
@@ -190,12 +140,12 @@ private static final long serialVersionUID = 0L;
    */
   @java.lang.Override
   public boolean hasSeed() {
-    return ((bitField0_ & 0x00000010) != 0);
+    return ((bitField0_ & 0x00000001) != 0);
   }
   /**
    * <pre>
    * Start of the request's own random sequence, any value. The same seed, prompt and
-   * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+   * parameters give the same text whatever else runs. Default: one is drawn and returned.
    * </pre>
    *
    * <code>optional uint64 seed = 5;</code>
@@ -210,24 +160,11 @@ private static final long serialVersionUID = 0L;
   private double xtcProbability_ = 0D;
   /**
    * <pre>
-   * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-   * 0 never. Decided by the request's own random sequence. Absent: 0.
+   * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+   * 0 never. Decided by the request's own random sequence. Default: 0.
    * </pre>
    *
-   * <code>optional double xtc_probability = 6;</code>
-   * @return Whether the xtcProbability field is set.
-   */
-  @java.lang.Override
-  public boolean hasXtcProbability() {
-    return ((bitField0_ & 0x00000020) != 0);
-  }
-  /**
-   * <pre>
-   * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-   * 0 never. Decided by the request's own random sequence. Absent: 0.
-   * </pre>
-   *
-   * <code>optional double xtc_probability = 6;</code>
+   * <code>double xtc_probability = 6;</code>
    * @return The xtcProbability.
    */
   @java.lang.Override
@@ -239,8 +176,8 @@ private static final long serialVersionUID = 0L;
   private double xtcThreshold_ = 0D;
   /**
    * <pre>
-   * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-   * never an end token, in [0, 0.5]. Absent: 0.1.
+   * XTC excludes the tokens more likely than this, except the least likely of them and
+   * end tokens, in [0, 0.5]. Default: 0.1.
    * </pre>
    *
    * <code>optional double xtc_threshold = 7;</code>
@@ -248,12 +185,12 @@ private static final long serialVersionUID = 0L;
    */
   @java.lang.Override
   public boolean hasXtcThreshold() {
-    return ((bitField0_ & 0x00000040) != 0);
+    return ((bitField0_ & 0x00000002) != 0);
   }
   /**
    * <pre>
-   * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-   * never an end token, in [0, 0.5]. Absent: 0.1.
+   * XTC excludes the tokens more likely than this, except the least likely of them and
+   * end tokens, in [0, 0.5]. Default: 0.1.
    * </pre>
    *
    * <code>optional double xtc_threshold = 7;</code>
@@ -269,23 +206,10 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
    * </pre>
    *
-   * <code>optional double repetition_penalty = 8;</code>
-   * @return Whether the repetitionPenalty field is set.
-   */
-  @java.lang.Override
-  public boolean hasRepetitionPenalty() {
-    return ((bitField0_ & 0x00000080) != 0);
-  }
-  /**
-   * <pre>
-   * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
-   * </pre>
-   *
-   * <code>optional double repetition_penalty = 8;</code>
+   * <code>double repetition_penalty = 8;</code>
    * @return The repetitionPenalty.
    */
   @java.lang.Override
@@ -298,7 +222,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * How many of the last tokens of prompt and output together count as seen for the repetition
-   * penalty, &gt;= 0; 0 counts all. Absent: 0.
+   * penalty, &gt;= 0; 0 counts all. Default: 0.
    * </pre>
    *
    * <code>int32 repetition_window = 9;</code>
@@ -313,8 +237,8 @@ private static final long serialVersionUID = 0L;
   private double presencePenalty_ = 0D;
   /**
    * <pre>
-   * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-   * encourages new tokens. The prompt does not count. Absent: 0.
+   * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+   * encourages new tokens. The prompt does not count. Default: 0.
    * </pre>
    *
    * <code>double presence_penalty = 10;</code>
@@ -330,7 +254,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * How many of the last output tokens count for the presence penalty, &gt;= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    * </pre>
    *
    * <code>int32 presence_window = 11;</code>
@@ -345,8 +269,8 @@ private static final long serialVersionUID = 0L;
   private double frequencyPenalty_ = 0D;
   /**
    * <pre>
-   * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-   * nothing. The prompt does not count. Absent: 0.
+   * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+   * nothing. The prompt does not count. Default: 0.
    * </pre>
    *
    * <code>double frequency_penalty = 12;</code>
@@ -362,7 +286,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * How many of the last output tokens count for the frequency penalty, &gt;= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    * </pre>
    *
    * <code>int32 frequency_window = 13;</code>
@@ -401,8 +325,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -423,8 +347,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -435,8 +359,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -452,8 +376,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -476,10 +400,10 @@ private static final long serialVersionUID = 0L;
       com.google.protobuf.LazyStringArrayList.emptyList();
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -491,10 +415,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -505,10 +429,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -520,10 +444,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -541,7 +465,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -553,7 +477,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -566,7 +490,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -578,7 +502,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -590,7 +514,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -605,9 +529,8 @@ private static final long serialVersionUID = 0L;
   private int minOutputTokens_ = 0;
   /**
    * <pre>
-   * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-   * string;
-   * from 0 to the request's max_output_tokens. Absent: 0.
+   * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+   * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
    * </pre>
    *
    * <code>int32 min_output_tokens = 17;</code>
@@ -622,8 +545,8 @@ private static final long serialVersionUID = 0L;
   private boolean ignoreEndTokens_ = false;
   /**
    * <pre>
-   * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-   * the output; for measuring. Absent: false.
+   * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+   * the output; for benchmarks. Default: false.
    * </pre>
    *
    * <code>bool ignore_end_tokens = 18;</code>
@@ -648,28 +571,28 @@ private static final long serialVersionUID = 0L;
   @java.lang.Override
   public void writeTo(com.google.protobuf.CodedOutputStream output)
                       throws java.io.IOException {
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(temperature_) != 0) {
       output.writeDouble(1, temperature_);
     }
-    if (((bitField0_ & 0x00000002) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(topP_) != 0) {
       output.writeDouble(2, topP_);
     }
-    if (((bitField0_ & 0x00000004) != 0)) {
+    if (topK_ != 0) {
       output.writeInt32(3, topK_);
     }
-    if (((bitField0_ & 0x00000008) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(minP_) != 0) {
       output.writeDouble(4, minP_);
     }
-    if (((bitField0_ & 0x00000010) != 0)) {
+    if (((bitField0_ & 0x00000001) != 0)) {
       output.writeUInt64(5, seed_);
     }
-    if (((bitField0_ & 0x00000020) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(xtcProbability_) != 0) {
       output.writeDouble(6, xtcProbability_);
     }
-    if (((bitField0_ & 0x00000040) != 0)) {
+    if (((bitField0_ & 0x00000002) != 0)) {
       output.writeDouble(7, xtcThreshold_);
     }
-    if (((bitField0_ & 0x00000080) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(repetitionPenalty_) != 0) {
       output.writeDouble(8, repetitionPenalty_);
     }
     if (repetitionWindow_ != 0) {
@@ -714,35 +637,35 @@ private static final long serialVersionUID = 0L;
     if (size != -1) return size;
 
     size = 0;
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(temperature_) != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(1, temperature_);
     }
-    if (((bitField0_ & 0x00000002) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(topP_) != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(2, topP_);
     }
-    if (((bitField0_ & 0x00000004) != 0)) {
+    if (topK_ != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeInt32Size(3, topK_);
     }
-    if (((bitField0_ & 0x00000008) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(minP_) != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(4, minP_);
     }
-    if (((bitField0_ & 0x00000010) != 0)) {
+    if (((bitField0_ & 0x00000001) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeUInt64Size(5, seed_);
     }
-    if (((bitField0_ & 0x00000020) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(xtcProbability_) != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(6, xtcProbability_);
     }
-    if (((bitField0_ & 0x00000040) != 0)) {
+    if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(7, xtcThreshold_);
     }
-    if (((bitField0_ & 0x00000080) != 0)) {
+    if (java.lang.Double.doubleToRawLongBits(repetitionPenalty_) != 0) {
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(8, repetitionPenalty_);
     }
@@ -811,52 +734,34 @@ private static final long serialVersionUID = 0L;
     }
     dev.icehouse.v1.SamplingParams other = (dev.icehouse.v1.SamplingParams) obj;
 
-    if (hasTemperature() != other.hasTemperature()) return false;
-    if (hasTemperature()) {
-      if (java.lang.Double.doubleToLongBits(getTemperature())
-          != java.lang.Double.doubleToLongBits(
-              other.getTemperature())) return false;
-    }
-    if (hasTopP() != other.hasTopP()) return false;
-    if (hasTopP()) {
-      if (java.lang.Double.doubleToLongBits(getTopP())
-          != java.lang.Double.doubleToLongBits(
-              other.getTopP())) return false;
-    }
-    if (hasTopK() != other.hasTopK()) return false;
-    if (hasTopK()) {
-      if (getTopK()
-          != other.getTopK()) return false;
-    }
-    if (hasMinP() != other.hasMinP()) return false;
-    if (hasMinP()) {
-      if (java.lang.Double.doubleToLongBits(getMinP())
-          != java.lang.Double.doubleToLongBits(
-              other.getMinP())) return false;
-    }
+    if (java.lang.Double.doubleToLongBits(getTemperature())
+        != java.lang.Double.doubleToLongBits(
+            other.getTemperature())) return false;
+    if (java.lang.Double.doubleToLongBits(getTopP())
+        != java.lang.Double.doubleToLongBits(
+            other.getTopP())) return false;
+    if (getTopK()
+        != other.getTopK()) return false;
+    if (java.lang.Double.doubleToLongBits(getMinP())
+        != java.lang.Double.doubleToLongBits(
+            other.getMinP())) return false;
     if (hasSeed() != other.hasSeed()) return false;
     if (hasSeed()) {
       if (getSeed()
           != other.getSeed()) return false;
     }
-    if (hasXtcProbability() != other.hasXtcProbability()) return false;
-    if (hasXtcProbability()) {
-      if (java.lang.Double.doubleToLongBits(getXtcProbability())
-          != java.lang.Double.doubleToLongBits(
-              other.getXtcProbability())) return false;
-    }
+    if (java.lang.Double.doubleToLongBits(getXtcProbability())
+        != java.lang.Double.doubleToLongBits(
+            other.getXtcProbability())) return false;
     if (hasXtcThreshold() != other.hasXtcThreshold()) return false;
     if (hasXtcThreshold()) {
       if (java.lang.Double.doubleToLongBits(getXtcThreshold())
           != java.lang.Double.doubleToLongBits(
               other.getXtcThreshold())) return false;
     }
-    if (hasRepetitionPenalty() != other.hasRepetitionPenalty()) return false;
-    if (hasRepetitionPenalty()) {
-      if (java.lang.Double.doubleToLongBits(getRepetitionPenalty())
-          != java.lang.Double.doubleToLongBits(
-              other.getRepetitionPenalty())) return false;
-    }
+    if (java.lang.Double.doubleToLongBits(getRepetitionPenalty())
+        != java.lang.Double.doubleToLongBits(
+            other.getRepetitionPenalty())) return false;
     if (getRepetitionWindow()
         != other.getRepetitionWindow()) return false;
     if (java.lang.Double.doubleToLongBits(getPresencePenalty())
@@ -890,45 +795,33 @@ private static final long serialVersionUID = 0L;
     }
     int hash = 41;
     hash = (19 * hash) + getDescriptor().hashCode();
-    if (hasTemperature()) {
-      hash = (37 * hash) + TEMPERATURE_FIELD_NUMBER;
-      hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-          java.lang.Double.doubleToLongBits(getTemperature()));
-    }
-    if (hasTopP()) {
-      hash = (37 * hash) + TOP_P_FIELD_NUMBER;
-      hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-          java.lang.Double.doubleToLongBits(getTopP()));
-    }
-    if (hasTopK()) {
-      hash = (37 * hash) + TOP_K_FIELD_NUMBER;
-      hash = (53 * hash) + getTopK();
-    }
-    if (hasMinP()) {
-      hash = (37 * hash) + MIN_P_FIELD_NUMBER;
-      hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-          java.lang.Double.doubleToLongBits(getMinP()));
-    }
+    hash = (37 * hash) + TEMPERATURE_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getTemperature()));
+    hash = (37 * hash) + TOP_P_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getTopP()));
+    hash = (37 * hash) + TOP_K_FIELD_NUMBER;
+    hash = (53 * hash) + getTopK();
+    hash = (37 * hash) + MIN_P_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getMinP()));
     if (hasSeed()) {
       hash = (37 * hash) + SEED_FIELD_NUMBER;
       hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
           getSeed());
     }
-    if (hasXtcProbability()) {
-      hash = (37 * hash) + XTC_PROBABILITY_FIELD_NUMBER;
-      hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-          java.lang.Double.doubleToLongBits(getXtcProbability()));
-    }
+    hash = (37 * hash) + XTC_PROBABILITY_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getXtcProbability()));
     if (hasXtcThreshold()) {
       hash = (37 * hash) + XTC_THRESHOLD_FIELD_NUMBER;
       hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
           java.lang.Double.doubleToLongBits(getXtcThreshold()));
     }
-    if (hasRepetitionPenalty()) {
-      hash = (37 * hash) + REPETITION_PENALTY_FIELD_NUMBER;
-      hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-          java.lang.Double.doubleToLongBits(getRepetitionPenalty()));
-    }
+    hash = (37 * hash) + REPETITION_PENALTY_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getRepetitionPenalty()));
     hash = (37 * hash) + REPETITION_WINDOW_FIELD_NUMBER;
     hash = (53 * hash) + getRepetitionWindow();
     hash = (37 * hash) + PRESENCE_PENALTY_FIELD_NUMBER;
@@ -1061,8 +954,8 @@ private static final long serialVersionUID = 0L;
    * A value outside its range is refused with PARAMETER_OUT_OF_RANGE, a token id outside the
    * vocabulary with TOKEN_OUT_OF_RANGE.
    *
-   * The order is: logit_bias, repetition, presence and frequency penalty, the mask of a response
-   * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each judged at
+   * The steps are: logit_bias, repetition, presence and frequency penalty, the mask of a response
+   * format, bad words; then, unless the choice is greedy, top_p, min_p, XTC and top_k, each evaluated at
    * temperature 1; then the draw at the temperature.
    * </pre>
    *
@@ -1192,38 +1085,32 @@ private static final long serialVersionUID = 0L;
 
     private void buildPartial0(dev.icehouse.v1.SamplingParams result) {
       int from_bitField0_ = bitField0_;
-      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000001) != 0)) {
         result.temperature_ = temperature_;
-        to_bitField0_ |= 0x00000001;
       }
       if (((from_bitField0_ & 0x00000002) != 0)) {
         result.topP_ = topP_;
-        to_bitField0_ |= 0x00000002;
       }
       if (((from_bitField0_ & 0x00000004) != 0)) {
         result.topK_ = topK_;
-        to_bitField0_ |= 0x00000004;
       }
       if (((from_bitField0_ & 0x00000008) != 0)) {
         result.minP_ = minP_;
-        to_bitField0_ |= 0x00000008;
       }
+      int to_bitField0_ = 0;
       if (((from_bitField0_ & 0x00000010) != 0)) {
         result.seed_ = seed_;
-        to_bitField0_ |= 0x00000010;
+        to_bitField0_ |= 0x00000001;
       }
       if (((from_bitField0_ & 0x00000020) != 0)) {
         result.xtcProbability_ = xtcProbability_;
-        to_bitField0_ |= 0x00000020;
       }
       if (((from_bitField0_ & 0x00000040) != 0)) {
         result.xtcThreshold_ = xtcThreshold_;
-        to_bitField0_ |= 0x00000040;
+        to_bitField0_ |= 0x00000002;
       }
       if (((from_bitField0_ & 0x00000080) != 0)) {
         result.repetitionPenalty_ = repetitionPenalty_;
-        to_bitField0_ |= 0x00000080;
       }
       if (((from_bitField0_ & 0x00000100) != 0)) {
         result.repetitionWindow_ = repetitionWindow_;
@@ -1301,28 +1188,28 @@ private static final long serialVersionUID = 0L;
 
     public Builder mergeFrom(dev.icehouse.v1.SamplingParams other) {
       if (other == dev.icehouse.v1.SamplingParams.getDefaultInstance()) return this;
-      if (other.hasTemperature()) {
+      if (other.getTemperature() != 0D) {
         setTemperature(other.getTemperature());
       }
-      if (other.hasTopP()) {
+      if (other.getTopP() != 0D) {
         setTopP(other.getTopP());
       }
-      if (other.hasTopK()) {
+      if (other.getTopK() != 0) {
         setTopK(other.getTopK());
       }
-      if (other.hasMinP()) {
+      if (other.getMinP() != 0D) {
         setMinP(other.getMinP());
       }
       if (other.hasSeed()) {
         setSeed(other.getSeed());
       }
-      if (other.hasXtcProbability()) {
+      if (other.getXtcProbability() != 0D) {
         setXtcProbability(other.getXtcProbability());
       }
       if (other.hasXtcThreshold()) {
         setXtcThreshold(other.getXtcThreshold());
       }
-      if (other.hasRepetitionPenalty()) {
+      if (other.getRepetitionPenalty() != 0D) {
         setRepetitionPenalty(other.getRepetitionPenalty());
       }
       if (other.getRepetitionWindow() != 0) {
@@ -1534,22 +1421,10 @@ private static final long serialVersionUID = 0L;
     private double temperature_ ;
     /**
      * <pre>
-     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
      * </pre>
      *
-     * <code>optional double temperature = 1;</code>
-     * @return Whether the temperature field is set.
-     */
-    @java.lang.Override
-    public boolean hasTemperature() {
-      return ((bitField0_ & 0x00000001) != 0);
-    }
-    /**
-     * <pre>
-     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
-     * </pre>
-     *
-     * <code>optional double temperature = 1;</code>
+     * <code>double temperature = 1;</code>
      * @return The temperature.
      */
     @java.lang.Override
@@ -1558,10 +1433,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
      * </pre>
      *
-     * <code>optional double temperature = 1;</code>
+     * <code>double temperature = 1;</code>
      * @param value The temperature to set.
      * @return This builder for chaining.
      */
@@ -1574,10 +1449,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+     * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
      * </pre>
      *
-     * <code>optional double temperature = 1;</code>
+     * <code>double temperature = 1;</code>
      * @return This builder for chaining.
      */
     public Builder clearTemperature() {
@@ -1590,24 +1465,11 @@ private static final long serialVersionUID = 0L;
     private double topP_ ;
     /**
      * <pre>
-     * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-     * Absent: 1.
+     * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+     * Default: 1.
      * </pre>
      *
-     * <code>optional double top_p = 2;</code>
-     * @return Whether the topP field is set.
-     */
-    @java.lang.Override
-    public boolean hasTopP() {
-      return ((bitField0_ & 0x00000002) != 0);
-    }
-    /**
-     * <pre>
-     * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-     * Absent: 1.
-     * </pre>
-     *
-     * <code>optional double top_p = 2;</code>
+     * <code>double top_p = 2;</code>
      * @return The topP.
      */
     @java.lang.Override
@@ -1616,11 +1478,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-     * Absent: 1.
+     * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+     * Default: 1.
      * </pre>
      *
-     * <code>optional double top_p = 2;</code>
+     * <code>double top_p = 2;</code>
      * @param value The topP to set.
      * @return This builder for chaining.
      */
@@ -1633,11 +1495,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-     * Absent: 1.
+     * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+     * Default: 1.
      * </pre>
      *
-     * <code>optional double top_p = 2;</code>
+     * <code>double top_p = 2;</code>
      * @return This builder for chaining.
      */
     public Builder clearTopP() {
@@ -1650,22 +1512,10 @@ private static final long serialVersionUID = 0L;
     private int topK_ ;
     /**
      * <pre>
-     * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
+     * Keeps this many of the most likely tokens, &gt;= 0; 0 keeps all. Default: 0.
      * </pre>
      *
-     * <code>optional int32 top_k = 3;</code>
-     * @return Whether the topK field is set.
-     */
-    @java.lang.Override
-    public boolean hasTopK() {
-      return ((bitField0_ & 0x00000004) != 0);
-    }
-    /**
-     * <pre>
-     * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
-     * </pre>
-     *
-     * <code>optional int32 top_k = 3;</code>
+     * <code>int32 top_k = 3;</code>
      * @return The topK.
      */
     @java.lang.Override
@@ -1674,10 +1524,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
+     * Keeps this many of the most likely tokens, &gt;= 0; 0 keeps all. Default: 0.
      * </pre>
      *
-     * <code>optional int32 top_k = 3;</code>
+     * <code>int32 top_k = 3;</code>
      * @param value The topK to set.
      * @return This builder for chaining.
      */
@@ -1690,10 +1540,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
+     * Keeps this many of the most likely tokens, &gt;= 0; 0 keeps all. Default: 0.
      * </pre>
      *
-     * <code>optional int32 top_k = 3;</code>
+     * <code>int32 top_k = 3;</code>
      * @return This builder for chaining.
      */
     public Builder clearTopK() {
@@ -1706,24 +1556,11 @@ private static final long serialVersionUID = 0L;
     private double minP_ ;
     /**
      * <pre>
-     * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-     * Absent: 0.
+     * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+     * Default: 0.
      * </pre>
      *
-     * <code>optional double min_p = 4;</code>
-     * @return Whether the minP field is set.
-     */
-    @java.lang.Override
-    public boolean hasMinP() {
-      return ((bitField0_ & 0x00000008) != 0);
-    }
-    /**
-     * <pre>
-     * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-     * Absent: 0.
-     * </pre>
-     *
-     * <code>optional double min_p = 4;</code>
+     * <code>double min_p = 4;</code>
      * @return The minP.
      */
     @java.lang.Override
@@ -1732,11 +1569,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-     * Absent: 0.
+     * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+     * Default: 0.
      * </pre>
      *
-     * <code>optional double min_p = 4;</code>
+     * <code>double min_p = 4;</code>
      * @param value The minP to set.
      * @return This builder for chaining.
      */
@@ -1749,11 +1586,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-     * Absent: 0.
+     * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+     * Default: 0.
      * </pre>
      *
-     * <code>optional double min_p = 4;</code>
+     * <code>double min_p = 4;</code>
      * @return This builder for chaining.
      */
     public Builder clearMinP() {
@@ -1767,7 +1604,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Start of the request's own random sequence, any value. The same seed, prompt and
-     * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+     * parameters give the same text whatever else runs. Default: one is drawn and returned.
      * </pre>
      *
      * <code>optional uint64 seed = 5;</code>
@@ -1780,7 +1617,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Start of the request's own random sequence, any value. The same seed, prompt and
-     * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+     * parameters give the same text whatever else runs. Default: one is drawn and returned.
      * </pre>
      *
      * <code>optional uint64 seed = 5;</code>
@@ -1793,7 +1630,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Start of the request's own random sequence, any value. The same seed, prompt and
-     * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+     * parameters give the same text whatever else runs. Default: one is drawn and returned.
      * </pre>
      *
      * <code>optional uint64 seed = 5;</code>
@@ -1810,7 +1647,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Start of the request's own random sequence, any value. The same seed, prompt and
-     * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+     * parameters give the same text whatever else runs. Default: one is drawn and returned.
      * </pre>
      *
      * <code>optional uint64 seed = 5;</code>
@@ -1826,24 +1663,11 @@ private static final long serialVersionUID = 0L;
     private double xtcProbability_ ;
     /**
      * <pre>
-     * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-     * 0 never. Decided by the request's own random sequence. Absent: 0.
+     * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+     * 0 never. Decided by the request's own random sequence. Default: 0.
      * </pre>
      *
-     * <code>optional double xtc_probability = 6;</code>
-     * @return Whether the xtcProbability field is set.
-     */
-    @java.lang.Override
-    public boolean hasXtcProbability() {
-      return ((bitField0_ & 0x00000020) != 0);
-    }
-    /**
-     * <pre>
-     * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-     * 0 never. Decided by the request's own random sequence. Absent: 0.
-     * </pre>
-     *
-     * <code>optional double xtc_probability = 6;</code>
+     * <code>double xtc_probability = 6;</code>
      * @return The xtcProbability.
      */
     @java.lang.Override
@@ -1852,11 +1676,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-     * 0 never. Decided by the request's own random sequence. Absent: 0.
+     * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+     * 0 never. Decided by the request's own random sequence. Default: 0.
      * </pre>
      *
-     * <code>optional double xtc_probability = 6;</code>
+     * <code>double xtc_probability = 6;</code>
      * @param value The xtcProbability to set.
      * @return This builder for chaining.
      */
@@ -1869,11 +1693,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-     * 0 never. Decided by the request's own random sequence. Absent: 0.
+     * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+     * 0 never. Decided by the request's own random sequence. Default: 0.
      * </pre>
      *
-     * <code>optional double xtc_probability = 6;</code>
+     * <code>double xtc_probability = 6;</code>
      * @return This builder for chaining.
      */
     public Builder clearXtcProbability() {
@@ -1886,8 +1710,8 @@ private static final long serialVersionUID = 0L;
     private double xtcThreshold_ ;
     /**
      * <pre>
-     * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-     * never an end token, in [0, 0.5]. Absent: 0.1.
+     * XTC excludes the tokens more likely than this, except the least likely of them and
+     * end tokens, in [0, 0.5]. Default: 0.1.
      * </pre>
      *
      * <code>optional double xtc_threshold = 7;</code>
@@ -1899,8 +1723,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-     * never an end token, in [0, 0.5]. Absent: 0.1.
+     * XTC excludes the tokens more likely than this, except the least likely of them and
+     * end tokens, in [0, 0.5]. Default: 0.1.
      * </pre>
      *
      * <code>optional double xtc_threshold = 7;</code>
@@ -1912,8 +1736,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-     * never an end token, in [0, 0.5]. Absent: 0.1.
+     * XTC excludes the tokens more likely than this, except the least likely of them and
+     * end tokens, in [0, 0.5]. Default: 0.1.
      * </pre>
      *
      * <code>optional double xtc_threshold = 7;</code>
@@ -1929,8 +1753,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-     * never an end token, in [0, 0.5]. Absent: 0.1.
+     * XTC excludes the tokens more likely than this, except the least likely of them and
+     * end tokens, in [0, 0.5]. Default: 0.1.
      * </pre>
      *
      * <code>optional double xtc_threshold = 7;</code>
@@ -1947,23 +1771,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
      * </pre>
      *
-     * <code>optional double repetition_penalty = 8;</code>
-     * @return Whether the repetitionPenalty field is set.
-     */
-    @java.lang.Override
-    public boolean hasRepetitionPenalty() {
-      return ((bitField0_ & 0x00000080) != 0);
-    }
-    /**
-     * <pre>
-     * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
-     * </pre>
-     *
-     * <code>optional double repetition_penalty = 8;</code>
+     * <code>double repetition_penalty = 8;</code>
      * @return The repetitionPenalty.
      */
     @java.lang.Override
@@ -1973,10 +1784,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
      * </pre>
      *
-     * <code>optional double repetition_penalty = 8;</code>
+     * <code>double repetition_penalty = 8;</code>
      * @param value The repetitionPenalty to set.
      * @return This builder for chaining.
      */
@@ -1990,10 +1801,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+     * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
      * </pre>
      *
-     * <code>optional double repetition_penalty = 8;</code>
+     * <code>double repetition_penalty = 8;</code>
      * @return This builder for chaining.
      */
     public Builder clearRepetitionPenalty() {
@@ -2007,7 +1818,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last tokens of prompt and output together count as seen for the repetition
-     * penalty, &gt;= 0; 0 counts all. Absent: 0.
+     * penalty, &gt;= 0; 0 counts all. Default: 0.
      * </pre>
      *
      * <code>int32 repetition_window = 9;</code>
@@ -2020,7 +1831,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last tokens of prompt and output together count as seen for the repetition
-     * penalty, &gt;= 0; 0 counts all. Absent: 0.
+     * penalty, &gt;= 0; 0 counts all. Default: 0.
      * </pre>
      *
      * <code>int32 repetition_window = 9;</code>
@@ -2037,7 +1848,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last tokens of prompt and output together count as seen for the repetition
-     * penalty, &gt;= 0; 0 counts all. Absent: 0.
+     * penalty, &gt;= 0; 0 counts all. Default: 0.
      * </pre>
      *
      * <code>int32 repetition_window = 9;</code>
@@ -2053,8 +1864,8 @@ private static final long serialVersionUID = 0L;
     private double presencePenalty_ ;
     /**
      * <pre>
-     * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-     * encourages new tokens. The prompt does not count. Absent: 0.
+     * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+     * encourages new tokens. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double presence_penalty = 10;</code>
@@ -2066,8 +1877,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-     * encourages new tokens. The prompt does not count. Absent: 0.
+     * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+     * encourages new tokens. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double presence_penalty = 10;</code>
@@ -2083,8 +1894,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-     * encourages new tokens. The prompt does not count. Absent: 0.
+     * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+     * encourages new tokens. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double presence_penalty = 10;</code>
@@ -2101,7 +1912,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the presence penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 presence_window = 11;</code>
@@ -2114,7 +1925,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the presence penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 presence_window = 11;</code>
@@ -2131,7 +1942,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the presence penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 presence_window = 11;</code>
@@ -2147,8 +1958,8 @@ private static final long serialVersionUID = 0L;
     private double frequencyPenalty_ ;
     /**
      * <pre>
-     * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-     * nothing. The prompt does not count. Absent: 0.
+     * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+     * nothing. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double frequency_penalty = 12;</code>
@@ -2160,8 +1971,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-     * nothing. The prompt does not count. Absent: 0.
+     * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+     * nothing. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double frequency_penalty = 12;</code>
@@ -2177,8 +1988,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-     * nothing. The prompt does not count. Absent: 0.
+     * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+     * nothing. The prompt does not count. Default: 0.
      * </pre>
      *
      * <code>double frequency_penalty = 12;</code>
@@ -2195,7 +2006,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the frequency penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 frequency_window = 13;</code>
@@ -2208,7 +2019,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the frequency penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 frequency_window = 13;</code>
@@ -2225,7 +2036,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * How many of the last output tokens count for the frequency penalty, &gt;= 0; 0 counts all.
-     * Absent: 0.
+     * Default: 0.
      * </pre>
      *
      * <code>int32 frequency_window = 13;</code>
@@ -2266,8 +2077,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2288,8 +2099,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2300,8 +2111,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2317,8 +2128,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2342,8 +2153,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2366,8 +2177,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2384,8 +2195,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-     * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+     * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+     * -100 almost forbids it. At most 1024 entries. Default: nothing.
      * </pre>
      *
      * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -2408,10 +2219,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2424,10 +2235,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2438,10 +2249,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2453,10 +2264,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2469,10 +2280,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2491,10 +2302,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2512,10 +2323,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2533,10 +2344,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2551,10 +2362,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-     * front, is not completed, also where the prompt began it. A text that is spelled with other
+     * Texts that must not appear: the tokens of each text, with and without a preceding space,
+     * are never completed, also where the prompt began them. A text that is spelled with other
      * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-     * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+     * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
      * </pre>
      *
      * <code>repeated string bad_words = 15;</code>
@@ -2587,7 +2398,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2602,7 +2413,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2617,7 +2428,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2632,7 +2443,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2654,7 +2465,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2673,7 +2484,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2694,7 +2505,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2716,7 +2527,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2735,7 +2546,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2754,7 +2565,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2774,7 +2585,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2792,7 +2603,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2810,7 +2621,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2822,7 +2633,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2837,7 +2648,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2853,7 +2664,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2865,7 +2676,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2878,7 +2689,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-     * Absent: none.
+     * Default: none.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -2905,9 +2716,8 @@ private static final long serialVersionUID = 0L;
     private int minOutputTokens_ ;
     /**
      * <pre>
-     * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-     * string;
-     * from 0 to the request's max_output_tokens. Absent: 0.
+     * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+     * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
      * </pre>
      *
      * <code>int32 min_output_tokens = 17;</code>
@@ -2919,9 +2729,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-     * string;
-     * from 0 to the request's max_output_tokens. Absent: 0.
+     * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+     * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
      * </pre>
      *
      * <code>int32 min_output_tokens = 17;</code>
@@ -2937,9 +2746,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-     * string;
-     * from 0 to the request's max_output_tokens. Absent: 0.
+     * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+     * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
      * </pre>
      *
      * <code>int32 min_output_tokens = 17;</code>
@@ -2955,8 +2763,8 @@ private static final long serialVersionUID = 0L;
     private boolean ignoreEndTokens_ ;
     /**
      * <pre>
-     * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-     * the output; for measuring. Absent: false.
+     * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+     * the output; for benchmarks. Default: false.
      * </pre>
      *
      * <code>bool ignore_end_tokens = 18;</code>
@@ -2968,8 +2776,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-     * the output; for measuring. Absent: false.
+     * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+     * the output; for benchmarks. Default: false.
      * </pre>
      *
      * <code>bool ignore_end_tokens = 18;</code>
@@ -2985,8 +2793,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-     * the output; for measuring. Absent: false.
+     * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+     * the output; for benchmarks. Default: false.
      * </pre>
      *
      * <code>bool ignore_end_tokens = 18;</code>

@@ -10,80 +10,42 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
+   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC then have no effect. Default: 0.
    * </pre>
    *
-   * <code>optional double temperature = 1;</code>
-   * @return Whether the temperature field is set.
-   */
-  boolean hasTemperature();
-  /**
-   * <pre>
-   * Finite and &gt;= 0; 0 is greedy, and top_p, top_k, min_p and XTC are then of no effect. Absent: 0.
-   * </pre>
-   *
-   * <code>optional double temperature = 1;</code>
+   * <code>double temperature = 1;</code>
    * @return The temperature.
    */
   double getTemperature();
 
   /**
    * <pre>
-   * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-   * Absent: 1.
+   * Keeps the smallest set of tokens whose total probability reaches this, in (0, 1]; 1 keeps all.
+   * Default: 1.
    * </pre>
    *
-   * <code>optional double top_p = 2;</code>
-   * @return Whether the topP field is set.
-   */
-  boolean hasTopP();
-  /**
-   * <pre>
-   * Keeps the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all.
-   * Absent: 1.
-   * </pre>
-   *
-   * <code>optional double top_p = 2;</code>
+   * <code>double top_p = 2;</code>
    * @return The topP.
    */
   double getTopP();
 
   /**
    * <pre>
-   * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
+   * Keeps this many of the most likely tokens, &gt;= 0; 0 keeps all. Default: 0.
    * </pre>
    *
-   * <code>optional int32 top_k = 3;</code>
-   * @return Whether the topK field is set.
-   */
-  boolean hasTopK();
-  /**
-   * <pre>
-   * Keeps this many of the likeliest tokens, &gt;= 0; 0 keeps all. Absent: 0.
-   * </pre>
-   *
-   * <code>optional int32 top_k = 3;</code>
+   * <code>int32 top_k = 3;</code>
    * @return The topK.
    */
   int getTopK();
 
   /**
    * <pre>
-   * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-   * Absent: 0.
+   * Drops tokens less likely than this fraction of the most likely one, in [0, 1); 0 keeps all.
+   * Default: 0.
    * </pre>
    *
-   * <code>optional double min_p = 4;</code>
-   * @return Whether the minP field is set.
-   */
-  boolean hasMinP();
-  /**
-   * <pre>
-   * Drops tokens less likely than this share of the likeliest one, in [0, 1); 0 keeps all.
-   * Absent: 0.
-   * </pre>
-   *
-   * <code>optional double min_p = 4;</code>
+   * <code>double min_p = 4;</code>
    * @return The minP.
    */
   double getMinP();
@@ -91,7 +53,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Start of the request's own random sequence, any value. The same seed, prompt and
-   * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+   * parameters give the same text whatever else runs. Default: one is drawn and returned.
    * </pre>
    *
    * <code>optional uint64 seed = 5;</code>
@@ -101,7 +63,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Start of the request's own random sequence, any value. The same seed, prompt and
-   * parameters give the same text whatever else runs. Absent: one is drawn and reported.
+   * parameters give the same text whatever else runs. Default: one is drawn and returned.
    * </pre>
    *
    * <code>optional uint64 seed = 5;</code>
@@ -111,29 +73,19 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-   * 0 never. Decided by the request's own random sequence. Absent: 0.
+   * XTC (exclude top choices): how often, per token, the most likely tokens are excluded, in [0, 1];
+   * 0 never. Decided by the request's own random sequence. Default: 0.
    * </pre>
    *
-   * <code>optional double xtc_probability = 6;</code>
-   * @return Whether the xtcProbability field is set.
-   */
-  boolean hasXtcProbability();
-  /**
-   * <pre>
-   * XTC (exclude top choices): how often, per token, the likeliest tokens are left out, in [0, 1];
-   * 0 never. Decided by the request's own random sequence. Absent: 0.
-   * </pre>
-   *
-   * <code>optional double xtc_probability = 6;</code>
+   * <code>double xtc_probability = 6;</code>
    * @return The xtcProbability.
    */
   double getXtcProbability();
 
   /**
    * <pre>
-   * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-   * never an end token, in [0, 0.5]. Absent: 0.1.
+   * XTC excludes the tokens more likely than this, except the least likely of them and
+   * end tokens, in [0, 0.5]. Default: 0.1.
    * </pre>
    *
    * <code>optional double xtc_threshold = 7;</code>
@@ -142,8 +94,8 @@ public interface SamplingParamsOrBuilder extends
   boolean hasXtcThreshold();
   /**
    * <pre>
-   * Tokens likelier than this are the ones XTC leaves out, all but the least likely of them and
-   * never an end token, in [0, 0.5]. Absent: 0.1.
+   * XTC excludes the tokens more likely than this, except the least likely of them and
+   * end tokens, in [0, 0.5]. Default: 0.1.
    * </pre>
    *
    * <code>optional double xtc_threshold = 7;</code>
@@ -154,20 +106,10 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
+   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Default: 1.
    * </pre>
    *
-   * <code>optional double repetition_penalty = 8;</code>
-   * @return Whether the repetitionPenalty field is set.
-   */
-  boolean hasRepetitionPenalty();
-  /**
-   * <pre>
-   * Divides the logits of tokens seen in the prompt or the output by this, and multiplies negative
-   * ones, in (0, 10]; 1 changes nothing, more discourages repetition. Absent: 1.
-   * </pre>
-   *
-   * <code>optional double repetition_penalty = 8;</code>
+   * <code>double repetition_penalty = 8;</code>
    * @return The repetitionPenalty.
    */
   double getRepetitionPenalty();
@@ -175,7 +117,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * How many of the last tokens of prompt and output together count as seen for the repetition
-   * penalty, &gt;= 0; 0 counts all. Absent: 0.
+   * penalty, &gt;= 0; 0 counts all. Default: 0.
    * </pre>
    *
    * <code>int32 repetition_window = 9;</code>
@@ -185,8 +127,8 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Taken off the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
-   * encourages new tokens. The prompt does not count. Absent: 0.
+   * Subtracted from the logits of tokens seen in the output, in [-2, 2]; 0 changes nothing, more
+   * encourages new tokens. The prompt does not count. Default: 0.
    * </pre>
    *
    * <code>double presence_penalty = 10;</code>
@@ -197,7 +139,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * How many of the last output tokens count for the presence penalty, &gt;= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    * </pre>
    *
    * <code>int32 presence_window = 11;</code>
@@ -207,8 +149,8 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Taken off a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
-   * nothing. The prompt does not count. Absent: 0.
+   * Subtracted from a token's logit for each time it was seen in the output, in [-2, 2]; 0 changes
+   * nothing. The prompt does not count. Default: 0.
    * </pre>
    *
    * <code>double frequency_penalty = 12;</code>
@@ -219,7 +161,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * How many of the last output tokens count for the frequency penalty, &gt;= 0; 0 counts all.
-   * Absent: 0.
+   * Default: 0.
    * </pre>
    *
    * <code>int32 frequency_window = 13;</code>
@@ -229,8 +171,8 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -238,8 +180,8 @@ public interface SamplingParamsOrBuilder extends
   int getLogitBiasCount();
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -254,8 +196,8 @@ public interface SamplingParamsOrBuilder extends
   getLogitBias();
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -264,8 +206,8 @@ public interface SamplingParamsOrBuilder extends
   getLogitBiasMap();
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -275,8 +217,8 @@ public interface SamplingParamsOrBuilder extends
       double defaultValue);
   /**
    * <pre>
-   * What is added to the logits of these token ids, in [-100, 100]; 100 all but forces a token and
-   * -100 all but forbids it. At most 1024 entries. Absent: nothing.
+   * Added to the logits of these token ids, in [-100, 100]; 100 almost forces a token and
+   * -100 almost forbids it. At most 1024 entries. Default: nothing.
    * </pre>
    *
    * <code>map&lt;int32, double&gt; logit_bias = 14;</code>
@@ -286,10 +228,10 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -299,10 +241,10 @@ public interface SamplingParamsOrBuilder extends
       getBadWordsList();
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -311,10 +253,10 @@ public interface SamplingParamsOrBuilder extends
   int getBadWordsCount();
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -324,10 +266,10 @@ public interface SamplingParamsOrBuilder extends
   java.lang.String getBadWords(int index);
   /**
    * <pre>
-   * Texts that must not appear: what the tokenizer makes of each one, with and without a space in
-   * front, is not completed, also where the prompt began it. A text that is spelled with other
+   * Texts that must not appear: the tokens of each text, with and without a preceding space,
+   * are never completed, also where the prompt began them. A text that is spelled with other
    * tokens is not found: for that use a response format. At most 128, each of 1 to 256 bytes in
-   * UTF-8 and at most 32 tokens. A ban yields where no other token is possible. Absent: none.
+   * UTF-8 and at most 32 tokens. A ban does not apply where no other token is possible. Default: none.
    * </pre>
    *
    * <code>repeated string bad_words = 15;</code>
@@ -340,7 +282,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -350,7 +292,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -359,7 +301,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -368,7 +310,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -378,7 +320,7 @@ public interface SamplingParamsOrBuilder extends
   /**
    * <pre>
    * Token sequences that must not appear, like `bad_words`. At most 128, each of 1 to 32 tokens.
-   * Absent: none.
+   * Default: none.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TokenSequence bad_token_sequences = 16;</code>
@@ -388,9 +330,8 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Output tokens before an end token or a stop token may be drawn, and before text counts towards a stop
-   * string;
-   * from 0 to the request's max_output_tokens. Absent: 0.
+   * Minimum output tokens before an end token or a stop token may be drawn, and before text counts towards a
+   * stop string; from 0 to the request's `max_output_tokens`. Default: 0.
    * </pre>
    *
    * <code>int32 min_output_tokens = 17;</code>
@@ -400,8 +341,8 @@ public interface SamplingParamsOrBuilder extends
 
   /**
    * <pre>
-   * Takes end tokens for tokens like any other, so that only a stop string, a stop token or a limit ends
-   * the output; for measuring. Absent: false.
+   * Treats end tokens like any other token, so that only a stop string, a stop token or a limit ends
+   * the output; for benchmarks. Default: false.
    * </pre>
    *
    * <code>bool ignore_end_tokens = 18;</code>

@@ -52,7 +52,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object version_ = "";
   /**
    * <pre>
-   * Its release, for example "0.1.0".
+   * Its version, for example "0.1.0".
    * </pre>
    *
    * <code>string version = 1;</code>
@@ -73,7 +73,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Its release, for example "0.1.0".
+   * Its version, for example "0.1.0".
    * </pre>
    *
    * <code>string version = 1;</code>
@@ -98,7 +98,7 @@ private static final long serialVersionUID = 0L;
   private int state_ = 0;
   /**
    * <pre>
-   * Whether it takes requests.
+   * Whether it accepts requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -109,7 +109,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whether it takes requests.
+   * Whether it accepts requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -124,7 +124,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration uptime_;
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -136,7 +136,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -148,7 +148,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -172,7 +172,7 @@ private static final long serialVersionUID = 0L;
           };
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -185,7 +185,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -197,7 +197,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -210,7 +210,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -223,7 +223,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -240,7 +240,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.ServerLimits limits_;
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -252,7 +252,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -264,7 +264,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -775,7 +775,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object version_ = "";
     /**
      * <pre>
-     * Its release, for example "0.1.0".
+     * Its version, for example "0.1.0".
      * </pre>
      *
      * <code>string version = 1;</code>
@@ -795,7 +795,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its release, for example "0.1.0".
+     * Its version, for example "0.1.0".
      * </pre>
      *
      * <code>string version = 1;</code>
@@ -816,7 +816,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its release, for example "0.1.0".
+     * Its version, for example "0.1.0".
      * </pre>
      *
      * <code>string version = 1;</code>
@@ -833,7 +833,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its release, for example "0.1.0".
+     * Its version, for example "0.1.0".
      * </pre>
      *
      * <code>string version = 1;</code>
@@ -847,7 +847,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its release, for example "0.1.0".
+     * Its version, for example "0.1.0".
      * </pre>
      *
      * <code>string version = 1;</code>
@@ -867,7 +867,7 @@ private static final long serialVersionUID = 0L;
     private int state_ = 0;
     /**
      * <pre>
-     * Whether it takes requests.
+     * Whether it accepts requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -878,7 +878,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether it takes requests.
+     * Whether it accepts requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -893,7 +893,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether it takes requests.
+     * Whether it accepts requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -906,7 +906,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether it takes requests.
+     * Whether it accepts requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -924,7 +924,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether it takes requests.
+     * Whether it accepts requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -942,7 +942,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> uptimeBuilder_;
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -953,7 +953,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -968,7 +968,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -988,7 +988,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1006,7 +1006,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1031,7 +1031,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1048,7 +1048,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1060,7 +1060,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1075,7 +1075,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long its process has listened.
+     * Time since it began to listen.
      * </pre>
      *
      * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -1104,7 +1104,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1116,7 +1116,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1127,7 +1127,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1139,7 +1139,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1159,7 +1159,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1177,7 +1177,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1195,7 +1195,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1209,7 +1209,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1221,7 +1221,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1233,7 +1233,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1250,7 +1250,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1265,7 +1265,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+     * Its features, in the order of their numbers. Values may be added: skip unknown ones.
      * </pre>
      *
      * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -1287,7 +1287,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ServerLimits, dev.icehouse.v1.ServerLimits.Builder, dev.icehouse.v1.ServerLimitsOrBuilder> limitsBuilder_;
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1298,7 +1298,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1313,7 +1313,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1333,7 +1333,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1351,7 +1351,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1376,7 +1376,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1393,7 +1393,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1405,7 +1405,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -1420,7 +1420,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What requests may ask for.
+     * Limits of requests.
      * </pre>
      *
      * <code>.icehouse.v1.ServerLimits limits = 5;</code>

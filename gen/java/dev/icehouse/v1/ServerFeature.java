@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What a server may have, by its configuration.
+ * Features that depend on the server's configuration.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.ServerFeature}
@@ -47,7 +47,7 @@ public enum ServerFeature
   SERVER_FEATURE_CACHE_ENCRYPTION(3),
   /**
    * <pre>
-   * Callers must prove who they are.
+   * Callers must authenticate.
    * </pre>
    *
    * <code>SERVER_FEATURE_CREDENTIALS = 4;</code>
@@ -63,7 +63,7 @@ public enum ServerFeature
   SERVER_FEATURE_DRAFT_MODEL(5),
   /**
    * <pre>
-   * It serves the worker protocol of gateways, too.
+   * It also serves the worker protocol of gateways.
    * </pre>
    *
    * <code>SERVER_FEATURE_WORKER = 6;</code>
@@ -106,7 +106,7 @@ public enum ServerFeature
   public static final int SERVER_FEATURE_CACHE_ENCRYPTION_VALUE = 3;
   /**
    * <pre>
-   * Callers must prove who they are.
+   * Callers must authenticate.
    * </pre>
    *
    * <code>SERVER_FEATURE_CREDENTIALS = 4;</code>
@@ -122,7 +122,7 @@ public enum ServerFeature
   public static final int SERVER_FEATURE_DRAFT_MODEL_VALUE = 5;
   /**
    * <pre>
-   * It serves the worker protocol of gateways, too.
+   * It also serves the worker protocol of gateways.
    * </pre>
    *
    * <code>SERVER_FEATURE_WORKER = 6;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What requests may ask for at most, by the server's configuration.
+ * Limits of requests, from the server's configuration.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ServerLimits}
@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private long maxMessageBytes_ = 0L;
   /**
    * <pre>
-   * Bytes of a request message.
+   * Maximum bytes of a request message.
    * </pre>
    *
    * <code>int64 max_message_bytes = 1;</code>
@@ -62,7 +62,7 @@ private static final long serialVersionUID = 0L;
   private int maxOutputTokens_ = 0;
   /**
    * <pre>
-   * `max_output_tokens` of a request; more is taken as so many.
+   * Maximum `max_output_tokens` of a request; higher values are lowered to it.
    * </pre>
    *
    * <code>int32 max_output_tokens = 2;</code>
@@ -77,7 +77,7 @@ private static final long serialVersionUID = 0L;
   private int defaultMaxOutputTokens_ = 0;
   /**
    * <pre>
-   * What a request gets that does not say `max_output_tokens`.
+   * `max_output_tokens` of a request that does not set it.
    * </pre>
    *
    * <code>int32 default_max_output_tokens = 3;</code>
@@ -92,7 +92,7 @@ private static final long serialVersionUID = 0L;
   private int maxCompletions_ = 0;
   /**
    * <pre>
-   * `completions` of a request.
+   * Maximum `completions` of a request.
    * </pre>
    *
    * <code>int32 max_completions = 4;</code>
@@ -107,7 +107,7 @@ private static final long serialVersionUID = 0L;
   private int maxStopStrings_ = 0;
   /**
    * <pre>
-   * Stop strings of a request.
+   * Maximum stop strings of a request.
    * </pre>
    *
    * <code>int32 max_stop_strings = 5;</code>
@@ -122,7 +122,7 @@ private static final long serialVersionUID = 0L;
   private int maxStopBytes_ = 0;
   /**
    * <pre>
-   * Bytes of a stop string in UTF-8.
+   * Maximum bytes of a stop string in UTF-8.
    * </pre>
    *
    * <code>int32 max_stop_bytes = 6;</code>
@@ -137,7 +137,7 @@ private static final long serialVersionUID = 0L;
   private int maxTopLogprobs_ = 0;
   /**
    * <pre>
-   * `logprobs.top_count` of a request.
+   * Maximum `logprobs.top_count` of a request.
    * </pre>
    *
    * <code>int32 max_top_logprobs = 7;</code>
@@ -152,7 +152,7 @@ private static final long serialVersionUID = 0L;
   private int maxResponseFormatBytes_ = 0;
   /**
    * <pre>
-   * Bytes of a response format.
+   * Maximum bytes of a response format.
    * </pre>
    *
    * <code>int32 max_response_format_bytes = 8;</code>
@@ -167,7 +167,7 @@ private static final long serialVersionUID = 0L;
   private int maxEmbeddingInputs_ = 0;
   /**
    * <pre>
-   * Inputs of an Embed request.
+   * Maximum inputs of an Embed request.
    * </pre>
    *
    * <code>int32 max_embedding_inputs = 9;</code>
@@ -182,7 +182,7 @@ private static final long serialVersionUID = 0L;
   private int maxRerankDocuments_ = 0;
   /**
    * <pre>
-   * Documents of a Rerank request.
+   * Maximum documents of a Rerank request.
    * </pre>
    *
    * <code>int32 max_rerank_documents = 10;</code>
@@ -197,7 +197,7 @@ private static final long serialVersionUID = 0L;
   private int maxConcurrentCalls_ = 0;
   /**
    * <pre>
-   * Calls that are served at once, of all callers together.
+   * Maximum concurrent calls, of all callers together.
    * </pre>
    *
    * <code>int32 max_concurrent_calls = 11;</code>
@@ -478,7 +478,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What requests may ask for at most, by the server's configuration.
+   * Limits of requests, from the server's configuration.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ServerLimits}
@@ -771,7 +771,7 @@ private static final long serialVersionUID = 0L;
     private long maxMessageBytes_ ;
     /**
      * <pre>
-     * Bytes of a request message.
+     * Maximum bytes of a request message.
      * </pre>
      *
      * <code>int64 max_message_bytes = 1;</code>
@@ -783,7 +783,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a request message.
+     * Maximum bytes of a request message.
      * </pre>
      *
      * <code>int64 max_message_bytes = 1;</code>
@@ -799,7 +799,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a request message.
+     * Maximum bytes of a request message.
      * </pre>
      *
      * <code>int64 max_message_bytes = 1;</code>
@@ -815,7 +815,7 @@ private static final long serialVersionUID = 0L;
     private int maxOutputTokens_ ;
     /**
      * <pre>
-     * `max_output_tokens` of a request; more is taken as so many.
+     * Maximum `max_output_tokens` of a request; higher values are lowered to it.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>
@@ -827,7 +827,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `max_output_tokens` of a request; more is taken as so many.
+     * Maximum `max_output_tokens` of a request; higher values are lowered to it.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>
@@ -843,7 +843,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `max_output_tokens` of a request; more is taken as so many.
+     * Maximum `max_output_tokens` of a request; higher values are lowered to it.
      * </pre>
      *
      * <code>int32 max_output_tokens = 2;</code>
@@ -859,7 +859,7 @@ private static final long serialVersionUID = 0L;
     private int defaultMaxOutputTokens_ ;
     /**
      * <pre>
-     * What a request gets that does not say `max_output_tokens`.
+     * `max_output_tokens` of a request that does not set it.
      * </pre>
      *
      * <code>int32 default_max_output_tokens = 3;</code>
@@ -871,7 +871,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What a request gets that does not say `max_output_tokens`.
+     * `max_output_tokens` of a request that does not set it.
      * </pre>
      *
      * <code>int32 default_max_output_tokens = 3;</code>
@@ -887,7 +887,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What a request gets that does not say `max_output_tokens`.
+     * `max_output_tokens` of a request that does not set it.
      * </pre>
      *
      * <code>int32 default_max_output_tokens = 3;</code>
@@ -903,7 +903,7 @@ private static final long serialVersionUID = 0L;
     private int maxCompletions_ ;
     /**
      * <pre>
-     * `completions` of a request.
+     * Maximum `completions` of a request.
      * </pre>
      *
      * <code>int32 max_completions = 4;</code>
@@ -915,7 +915,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `completions` of a request.
+     * Maximum `completions` of a request.
      * </pre>
      *
      * <code>int32 max_completions = 4;</code>
@@ -931,7 +931,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `completions` of a request.
+     * Maximum `completions` of a request.
      * </pre>
      *
      * <code>int32 max_completions = 4;</code>
@@ -947,7 +947,7 @@ private static final long serialVersionUID = 0L;
     private int maxStopStrings_ ;
     /**
      * <pre>
-     * Stop strings of a request.
+     * Maximum stop strings of a request.
      * </pre>
      *
      * <code>int32 max_stop_strings = 5;</code>
@@ -959,7 +959,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Stop strings of a request.
+     * Maximum stop strings of a request.
      * </pre>
      *
      * <code>int32 max_stop_strings = 5;</code>
@@ -975,7 +975,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Stop strings of a request.
+     * Maximum stop strings of a request.
      * </pre>
      *
      * <code>int32 max_stop_strings = 5;</code>
@@ -991,7 +991,7 @@ private static final long serialVersionUID = 0L;
     private int maxStopBytes_ ;
     /**
      * <pre>
-     * Bytes of a stop string in UTF-8.
+     * Maximum bytes of a stop string in UTF-8.
      * </pre>
      *
      * <code>int32 max_stop_bytes = 6;</code>
@@ -1003,7 +1003,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a stop string in UTF-8.
+     * Maximum bytes of a stop string in UTF-8.
      * </pre>
      *
      * <code>int32 max_stop_bytes = 6;</code>
@@ -1019,7 +1019,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a stop string in UTF-8.
+     * Maximum bytes of a stop string in UTF-8.
      * </pre>
      *
      * <code>int32 max_stop_bytes = 6;</code>
@@ -1035,7 +1035,7 @@ private static final long serialVersionUID = 0L;
     private int maxTopLogprobs_ ;
     /**
      * <pre>
-     * `logprobs.top_count` of a request.
+     * Maximum `logprobs.top_count` of a request.
      * </pre>
      *
      * <code>int32 max_top_logprobs = 7;</code>
@@ -1047,7 +1047,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `logprobs.top_count` of a request.
+     * Maximum `logprobs.top_count` of a request.
      * </pre>
      *
      * <code>int32 max_top_logprobs = 7;</code>
@@ -1063,7 +1063,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * `logprobs.top_count` of a request.
+     * Maximum `logprobs.top_count` of a request.
      * </pre>
      *
      * <code>int32 max_top_logprobs = 7;</code>
@@ -1079,7 +1079,7 @@ private static final long serialVersionUID = 0L;
     private int maxResponseFormatBytes_ ;
     /**
      * <pre>
-     * Bytes of a response format.
+     * Maximum bytes of a response format.
      * </pre>
      *
      * <code>int32 max_response_format_bytes = 8;</code>
@@ -1091,7 +1091,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a response format.
+     * Maximum bytes of a response format.
      * </pre>
      *
      * <code>int32 max_response_format_bytes = 8;</code>
@@ -1107,7 +1107,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of a response format.
+     * Maximum bytes of a response format.
      * </pre>
      *
      * <code>int32 max_response_format_bytes = 8;</code>
@@ -1123,7 +1123,7 @@ private static final long serialVersionUID = 0L;
     private int maxEmbeddingInputs_ ;
     /**
      * <pre>
-     * Inputs of an Embed request.
+     * Maximum inputs of an Embed request.
      * </pre>
      *
      * <code>int32 max_embedding_inputs = 9;</code>
@@ -1135,7 +1135,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Inputs of an Embed request.
+     * Maximum inputs of an Embed request.
      * </pre>
      *
      * <code>int32 max_embedding_inputs = 9;</code>
@@ -1151,7 +1151,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Inputs of an Embed request.
+     * Maximum inputs of an Embed request.
      * </pre>
      *
      * <code>int32 max_embedding_inputs = 9;</code>
@@ -1167,7 +1167,7 @@ private static final long serialVersionUID = 0L;
     private int maxRerankDocuments_ ;
     /**
      * <pre>
-     * Documents of a Rerank request.
+     * Maximum documents of a Rerank request.
      * </pre>
      *
      * <code>int32 max_rerank_documents = 10;</code>
@@ -1179,7 +1179,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Documents of a Rerank request.
+     * Maximum documents of a Rerank request.
      * </pre>
      *
      * <code>int32 max_rerank_documents = 10;</code>
@@ -1195,7 +1195,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Documents of a Rerank request.
+     * Maximum documents of a Rerank request.
      * </pre>
      *
      * <code>int32 max_rerank_documents = 10;</code>
@@ -1211,7 +1211,7 @@ private static final long serialVersionUID = 0L;
     private int maxConcurrentCalls_ ;
     /**
      * <pre>
-     * Calls that are served at once, of all callers together.
+     * Maximum concurrent calls, of all callers together.
      * </pre>
      *
      * <code>int32 max_concurrent_calls = 11;</code>
@@ -1223,7 +1223,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Calls that are served at once, of all callers together.
+     * Maximum concurrent calls, of all callers together.
      * </pre>
      *
      * <code>int32 max_concurrent_calls = 11;</code>
@@ -1239,7 +1239,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Calls that are served at once, of all callers together.
+     * Maximum concurrent calls, of all callers together.
      * </pre>
      *
      * <code>int32 max_concurrent_calls = 11;</code>

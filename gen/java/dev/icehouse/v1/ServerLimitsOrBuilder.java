@@ -10,7 +10,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Bytes of a request message.
+   * Maximum bytes of a request message.
    * </pre>
    *
    * <code>int64 max_message_bytes = 1;</code>
@@ -20,7 +20,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * `max_output_tokens` of a request; more is taken as so many.
+   * Maximum `max_output_tokens` of a request; higher values are lowered to it.
    * </pre>
    *
    * <code>int32 max_output_tokens = 2;</code>
@@ -30,7 +30,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * What a request gets that does not say `max_output_tokens`.
+   * `max_output_tokens` of a request that does not set it.
    * </pre>
    *
    * <code>int32 default_max_output_tokens = 3;</code>
@@ -40,7 +40,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * `completions` of a request.
+   * Maximum `completions` of a request.
    * </pre>
    *
    * <code>int32 max_completions = 4;</code>
@@ -50,7 +50,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Stop strings of a request.
+   * Maximum stop strings of a request.
    * </pre>
    *
    * <code>int32 max_stop_strings = 5;</code>
@@ -60,7 +60,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Bytes of a stop string in UTF-8.
+   * Maximum bytes of a stop string in UTF-8.
    * </pre>
    *
    * <code>int32 max_stop_bytes = 6;</code>
@@ -70,7 +70,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * `logprobs.top_count` of a request.
+   * Maximum `logprobs.top_count` of a request.
    * </pre>
    *
    * <code>int32 max_top_logprobs = 7;</code>
@@ -80,7 +80,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Bytes of a response format.
+   * Maximum bytes of a response format.
    * </pre>
    *
    * <code>int32 max_response_format_bytes = 8;</code>
@@ -90,7 +90,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Inputs of an Embed request.
+   * Maximum inputs of an Embed request.
    * </pre>
    *
    * <code>int32 max_embedding_inputs = 9;</code>
@@ -100,7 +100,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Documents of a Rerank request.
+   * Maximum documents of a Rerank request.
    * </pre>
    *
    * <code>int32 max_rerank_documents = 10;</code>
@@ -110,7 +110,7 @@ public interface ServerLimitsOrBuilder extends
 
   /**
    * <pre>
-   * Calls that are served at once, of all callers together.
+   * Maximum concurrent calls, of all callers together.
    * </pre>
    *
    * <code>int32 max_concurrent_calls = 11;</code>

@@ -10,7 +10,7 @@ public interface ServerOrBuilder extends
 
   /**
    * <pre>
-   * Its release, for example "0.1.0".
+   * Its version, for example "0.1.0".
    * </pre>
    *
    * <code>string version = 1;</code>
@@ -19,7 +19,7 @@ public interface ServerOrBuilder extends
   java.lang.String getVersion();
   /**
    * <pre>
-   * Its release, for example "0.1.0".
+   * Its version, for example "0.1.0".
    * </pre>
    *
    * <code>string version = 1;</code>
@@ -30,7 +30,7 @@ public interface ServerOrBuilder extends
 
   /**
    * <pre>
-   * Whether it takes requests.
+   * Whether it accepts requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -39,7 +39,7 @@ public interface ServerOrBuilder extends
   int getStateValue();
   /**
    * <pre>
-   * Whether it takes requests.
+   * Whether it accepts requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerState state = 2;</code>
@@ -49,7 +49,7 @@ public interface ServerOrBuilder extends
 
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -58,7 +58,7 @@ public interface ServerOrBuilder extends
   boolean hasUptime();
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -67,7 +67,7 @@ public interface ServerOrBuilder extends
   com.google.protobuf.Duration getUptime();
   /**
    * <pre>
-   * How long its process has listened.
+   * Time since it began to listen.
    * </pre>
    *
    * <code>.google.protobuf.Duration uptime = 3;</code>
@@ -76,7 +76,7 @@ public interface ServerOrBuilder extends
 
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -85,7 +85,7 @@ public interface ServerOrBuilder extends
   java.util.List<dev.icehouse.v1.ServerFeature> getFeaturesList();
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -94,7 +94,7 @@ public interface ServerOrBuilder extends
   int getFeaturesCount();
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -104,7 +104,7 @@ public interface ServerOrBuilder extends
   dev.icehouse.v1.ServerFeature getFeatures(int index);
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -114,7 +114,7 @@ public interface ServerOrBuilder extends
   getFeaturesValueList();
   /**
    * <pre>
-   * What it has, in the order of their numbers. Values may be added: skip those that are not known.
+   * Its features, in the order of their numbers. Values may be added: skip unknown ones.
    * </pre>
    *
    * <code>repeated .icehouse.v1.ServerFeature features = 4;</code>
@@ -125,7 +125,7 @@ public interface ServerOrBuilder extends
 
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -134,7 +134,7 @@ public interface ServerOrBuilder extends
   boolean hasLimits();
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>
@@ -143,7 +143,7 @@ public interface ServerOrBuilder extends
   dev.icehouse.v1.ServerLimits getLimits();
   /**
    * <pre>
-   * What requests may ask for.
+   * Limits of requests.
    * </pre>
    *
    * <code>.icehouse.v1.ServerLimits limits = 5;</code>

@@ -4,9 +4,9 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
- * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
- * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+ * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+ * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+ * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -46,6 +46,68 @@ public final class ServerServiceGrpc {
       }
     }
     return getGetServerMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.GetStatsRequest,
+      dev.icehouse.v1.GetStatsResponse> getGetStatsMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "GetStats",
+      requestType = dev.icehouse.v1.GetStatsRequest.class,
+      responseType = dev.icehouse.v1.GetStatsResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.GetStatsRequest,
+      dev.icehouse.v1.GetStatsResponse> getGetStatsMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.GetStatsRequest, dev.icehouse.v1.GetStatsResponse> getGetStatsMethod;
+    if ((getGetStatsMethod = ServerServiceGrpc.getGetStatsMethod) == null) {
+      synchronized (ServerServiceGrpc.class) {
+        if ((getGetStatsMethod = ServerServiceGrpc.getGetStatsMethod) == null) {
+          ServerServiceGrpc.getGetStatsMethod = getGetStatsMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.GetStatsRequest, dev.icehouse.v1.GetStatsResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "GetStats"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.GetStatsRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.GetStatsResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new ServerServiceMethodDescriptorSupplier("GetStats"))
+              .build();
+        }
+      }
+    }
+    return getGetStatsMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
+      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "WatchStats",
+      requestType = dev.icehouse.v1.WatchStatsRequest.class,
+      responseType = dev.icehouse.v1.WatchStatsResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest,
+      dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse> getWatchStatsMethod;
+    if ((getWatchStatsMethod = ServerServiceGrpc.getWatchStatsMethod) == null) {
+      synchronized (ServerServiceGrpc.class) {
+        if ((getWatchStatsMethod = ServerServiceGrpc.getWatchStatsMethod) == null) {
+          ServerServiceGrpc.getWatchStatsMethod = getWatchStatsMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.WatchStatsRequest, dev.icehouse.v1.WatchStatsResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "WatchStats"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WatchStatsRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.WatchStatsResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new ServerServiceMethodDescriptorSupplier("WatchStats"))
+              .build();
+        }
+      }
+    }
+    return getWatchStatsMethod;
   }
 
   private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.ListRequestsRequest,
@@ -171,16 +233,16 @@ public final class ServerServiceGrpc {
 
   /**
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public interface AsyncService {
 
     /**
      * <pre>
-     * Tells version, features and limits. Answers while the model loads, too.
+     * Returns version, features and limits. Answers while the model loads, too.
      * </pre>
      */
     default void getServer(dev.icehouse.v1.GetServerRequest request,
@@ -190,9 +252,29 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
+     * Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+     * </pre>
+     */
+    default void getStats(dev.icehouse.v1.GetStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.GetStatsResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getGetStatsMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of GetStats at once and then at an interval, until the caller cancels.
+     * </pre>
+     */
+    default void watchStats(dev.icehouse.v1.WatchStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getWatchStatsMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-     * INVALID_ARGUMENT for a bad page size or token.
+     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     default void listRequests(dev.icehouse.v1.ListRequestsRequest request,
@@ -202,8 +284,8 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-     * of this name that the caller may end: it may have ended by itself.
+     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+     * request with this id that the caller may cancel: it may have ended by itself.
      * </pre>
      */
     default void cancelRequest(dev.icehouse.v1.CancelRequestRequest request,
@@ -215,9 +297,9 @@ public final class ServerServiceGrpc {
   /**
    * Base class for the server implementation of the service ServerService.
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public static abstract class ServerServiceImplBase
@@ -231,9 +313,9 @@ public final class ServerServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service ServerService.
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public static final class ServerServiceStub
@@ -251,7 +333,7 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Tells version, features and limits. Answers while the model loads, too.
+     * Returns version, features and limits. Answers while the model loads, too.
      * </pre>
      */
     public void getServer(dev.icehouse.v1.GetServerRequest request,
@@ -262,9 +344,31 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
+     * Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+     * </pre>
+     */
+    public void getStats(dev.icehouse.v1.GetStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.GetStatsResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getGetStatsMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of GetStats at once and then at an interval, until the caller cancels.
+     * </pre>
+     */
+    public void watchStats(dev.icehouse.v1.WatchStatsRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getWatchStatsMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-     * INVALID_ARGUMENT for a bad page size or token.
+     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public void listRequests(dev.icehouse.v1.ListRequestsRequest request,
@@ -275,8 +379,8 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-     * of this name that the caller may end: it may have ended by itself.
+     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+     * request with this id that the caller may cancel: it may have ended by itself.
      * </pre>
      */
     public void cancelRequest(dev.icehouse.v1.CancelRequestRequest request,
@@ -289,9 +393,9 @@ public final class ServerServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service ServerService.
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public static final class ServerServiceBlockingV2Stub
@@ -309,7 +413,7 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Tells version, features and limits. Answers while the model loads, too.
+     * Returns version, features and limits. Answers while the model loads, too.
      * </pre>
      */
     public dev.icehouse.v1.GetServerResponse getServer(dev.icehouse.v1.GetServerRequest request) throws io.grpc.StatusException {
@@ -319,9 +423,31 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
+     * Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+     * </pre>
+     */
+    public dev.icehouse.v1.GetStatsResponse getStats(dev.icehouse.v1.GetStatsRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getGetStatsMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of GetStats at once and then at an interval, until the caller cancels.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.WatchStatsResponse>
+        watchStats(dev.icehouse.v1.WatchStatsRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-     * INVALID_ARGUMENT for a bad page size or token.
+     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public dev.icehouse.v1.ListRequestsResponse listRequests(dev.icehouse.v1.ListRequestsRequest request) throws io.grpc.StatusException {
@@ -331,8 +457,8 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-     * of this name that the caller may end: it may have ended by itself.
+     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+     * request with this id that the caller may cancel: it may have ended by itself.
      * </pre>
      */
     public dev.icehouse.v1.CancelRequestResponse cancelRequest(dev.icehouse.v1.CancelRequestRequest request) throws io.grpc.StatusException {
@@ -344,9 +470,9 @@ public final class ServerServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service ServerService.
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public static final class ServerServiceBlockingStub
@@ -364,7 +490,7 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Tells version, features and limits. Answers while the model loads, too.
+     * Returns version, features and limits. Answers while the model loads, too.
      * </pre>
      */
     public dev.icehouse.v1.GetServerResponse getServer(dev.icehouse.v1.GetServerRequest request) {
@@ -374,9 +500,30 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
+     * Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+     * </pre>
+     */
+    public dev.icehouse.v1.GetStatsResponse getStats(dev.icehouse.v1.GetStatsRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getGetStatsMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Sends the counters of GetStats at once and then at an interval, until the caller cancels.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.WatchStatsResponse> watchStats(
+        dev.icehouse.v1.WatchStatsRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getWatchStatsMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-     * INVALID_ARGUMENT for a bad page size or token.
+     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public dev.icehouse.v1.ListRequestsResponse listRequests(dev.icehouse.v1.ListRequestsRequest request) {
@@ -386,8 +533,8 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-     * of this name that the caller may end: it may have ended by itself.
+     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+     * request with this id that the caller may cancel: it may have ended by itself.
      * </pre>
      */
     public dev.icehouse.v1.CancelRequestResponse cancelRequest(dev.icehouse.v1.CancelRequestRequest request) {
@@ -399,9 +546,9 @@ public final class ServerServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service ServerService.
    * <pre>
-   * Tells what a server is and what it is doing, and ends requests. Errors carry google.rpc details as
-   * InferenceService's do. Where callers prove who they are, each sees and ends its own tenant's requests, an
-   * operator those of all. A server knows its own alone: behind a balancer, ask each replica.
+   * Describes a server and what it is doing, and cancels requests. Errors carry google.rpc details as
+   * InferenceService's do. Authenticated callers see and cancel only their own tenant's requests, operators those
+   * of all tenants. A server knows only its own requests: behind a load balancer, ask each replica.
    * </pre>
    */
   public static final class ServerServiceFutureStub
@@ -419,7 +566,7 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Tells version, features and limits. Answers while the model loads, too.
+     * Returns version, features and limits. Answers while the model loads, too.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.GetServerResponse> getServer(
@@ -430,9 +577,20 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
+     * Returns the counters of the engine, of the prefix cache and of tenants, taken between two steps.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.GetStatsResponse> getStats(
+        dev.icehouse.v1.GetStatsRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getGetStatsMethod(), getCallOptions()), request);
+    }
+
+    /**
+     * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. One whose prompt is still being tokenized is not among them.
-     * INVALID_ARGUMENT for a bad page size or token.
+     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.ListRequestsResponse> listRequests(
@@ -443,8 +601,8 @@ public final class ServerServiceGrpc {
 
     /**
      * <pre>
-     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is none
-     * of this name that the caller may end: it may have ended by itself.
+     * Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
+     * request with this id that the caller may cancel: it may have ended by itself.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.CancelRequestResponse> cancelRequest(
@@ -455,8 +613,10 @@ public final class ServerServiceGrpc {
   }
 
   private static final int METHODID_GET_SERVER = 0;
-  private static final int METHODID_LIST_REQUESTS = 1;
-  private static final int METHODID_CANCEL_REQUEST = 2;
+  private static final int METHODID_GET_STATS = 1;
+  private static final int METHODID_WATCH_STATS = 2;
+  private static final int METHODID_LIST_REQUESTS = 3;
+  private static final int METHODID_CANCEL_REQUEST = 4;
 
   private static final class MethodHandlers<Req, Resp> implements
       io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
@@ -478,6 +638,14 @@ public final class ServerServiceGrpc {
         case METHODID_GET_SERVER:
           serviceImpl.getServer((dev.icehouse.v1.GetServerRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.GetServerResponse>) responseObserver);
+          break;
+        case METHODID_GET_STATS:
+          serviceImpl.getStats((dev.icehouse.v1.GetStatsRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.GetStatsResponse>) responseObserver);
+          break;
+        case METHODID_WATCH_STATS:
+          serviceImpl.watchStats((dev.icehouse.v1.WatchStatsRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.WatchStatsResponse>) responseObserver);
           break;
         case METHODID_LIST_REQUESTS:
           serviceImpl.listRequests((dev.icehouse.v1.ListRequestsRequest) request,
@@ -512,6 +680,20 @@ public final class ServerServiceGrpc {
               dev.icehouse.v1.GetServerRequest,
               dev.icehouse.v1.GetServerResponse>(
                 service, METHODID_GET_SERVER)))
+        .addMethod(
+          getGetStatsMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.GetStatsRequest,
+              dev.icehouse.v1.GetStatsResponse>(
+                service, METHODID_GET_STATS)))
+        .addMethod(
+          getWatchStatsMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.WatchStatsRequest,
+              dev.icehouse.v1.WatchStatsResponse>(
+                service, METHODID_WATCH_STATS)))
         .addMethod(
           getListRequestsMethod(),
           io.grpc.stub.ServerCalls.asyncUnaryCall(
@@ -575,6 +757,8 @@ public final class ServerServiceGrpc {
           serviceDescriptor = result = io.grpc.ServiceDescriptor.newBuilder(SERVICE_NAME)
               .setSchemaDescriptor(new ServerServiceFileDescriptorSupplier())
               .addMethod(getGetServerMethod())
+              .addMethod(getGetStatsMethod())
+              .addMethod(getWatchStatsMethod())
               .addMethod(getListRequestsMethod())
               .addMethod(getCancelRequestMethod())
               .build();

@@ -36,6 +36,31 @@ public final class ServerServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_ServerLimits_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_GetStatsRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_GetStatsRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_GetStatsResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_GetStatsResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_WatchStatsRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_WatchStatsRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_WatchStatsResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_WatchStatsResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ServerStats_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ServerStats_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_ListRequestsRequest_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -70,7 +95,11 @@ public final class ServerServiceOuterClass {
   static {
     java.lang.String[] descriptorData = {
       "\n icehouse/v1/server_service.proto\022\013iceh" +
-      "ouse.v1\032\036google/protobuf/duration.proto\"" +
+      "ouse.v1\032\036google/protobuf/duration.proto\032" +
+      "\037google/protobuf/timestamp.proto\032\035icehou" +
+      "se/v1/cache_stats.proto\032\036icehouse/v1/eng" +
+      "ine_stats.proto\032\036icehouse/v1/slow_reques" +
+      "t.proto\032\036icehouse/v1/tenant_stats.proto\"" +
       "\022\n\020GetServerRequest\"8\n\021GetServerResponse" +
       "\022#\n\006server\030\001 \001(\0132\023.icehouse.v1.Server\"\306\001" +
       "\n\006Server\022\017\n\007version\030\001 \001(\t\022\'\n\005state\030\002 \001(\016" +
@@ -86,48 +115,68 @@ public final class ServerServiceOuterClass {
       "\007 \001(\005\022!\n\031max_response_format_bytes\030\010 \001(\005" +
       "\022\034\n\024max_embedding_inputs\030\t \001(\005\022\034\n\024max_re" +
       "rank_documents\030\n \001(\005\022\034\n\024max_concurrent_c" +
-      "alls\030\013 \001(\005\"<\n\023ListRequestsRequest\022\021\n\tpag" +
-      "e_size\030\001 \001(\005\022\022\n\npage_token\030\002 \001(\t\"[\n\024List" +
-      "RequestsResponse\022*\n\010requests\030\001 \003(\0132\030.ice" +
-      "house.v1.RequestInfo\022\027\n\017next_page_token\030" +
-      "\002 \001(\t\"\254\002\n\013RequestInfo\022\022\n\nrequest_id\030\001 \001(" +
-      "\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030\003 \001(\t\022\022\n\nses" +
-      "sion_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001(\t\022(\n\005phase\030" +
-      "\006 \001(\0162\031.icehouse.v1.RequestPhase\022&\n\003age\030" +
-      "\007 \001(\0132\031.google.protobuf.Duration\022\022\n\npart" +
-      "_count\030\010 \001(\005\022\025\n\rprompt_tokens\030\t \001(\005\022\025\n\rc" +
-      "ached_tokens\030\n \001(\005\022\025\n\routput_tokens\030\013 \001(" +
-      "\005\022\031\n\021max_output_tokens\030\014 \001(\005\"J\n\024CancelRe" +
-      "questRequest\022\022\n\nrequest_id\030\001 \001(\t\022\023\n\006tena" +
-      "nt\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025CancelReques" +
-      "tResponse\022)\n\007request\030\001 \001(\0132\030.icehouse.v1" +
-      ".RequestInfo*\356\001\n\rServerFeature\022\036\n\032SERVER" +
-      "_FEATURE_UNSPECIFIED\020\000\022\037\n\033SERVER_FEATURE" +
-      "_PREFIX_CACHE\020\001\022\034\n\030SERVER_FEATURE_SSD_CA" +
-      "CHE\020\002\022#\n\037SERVER_FEATURE_CACHE_ENCRYPTION" +
-      "\020\003\022\036\n\032SERVER_FEATURE_CREDENTIALS\020\004\022\036\n\032SE" +
-      "RVER_FEATURE_DRAFT_MODEL\020\005\022\031\n\025SERVER_FEA" +
-      "TURE_WORKER\020\006*\221\001\n\013ServerState\022\034\n\030SERVER_" +
-      "STATE_UNSPECIFIED\020\000\022\030\n\024SERVER_STATE_LOAD" +
-      "ING\020\001\022\026\n\022SERVER_STATE_READY\020\002\022\031\n\025SERVER_" +
-      "STATE_DRAINING\020\003\022\027\n\023SERVER_STATE_FAILED\020" +
-      "\004*\202\001\n\014RequestPhase\022\035\n\031REQUEST_PHASE_UNSP" +
-      "ECIFIED\020\000\022\031\n\025REQUEST_PHASE_WAITING\020\001\022\034\n\030" +
-      "REQUEST_PHASE_PREFILLING\020\002\022\032\n\026REQUEST_PH" +
-      "ASE_DECODING\020\0032\210\002\n\rServerService\022J\n\tGetS" +
-      "erver\022\035.icehouse.v1.GetServerRequest\032\036.i" +
-      "cehouse.v1.GetServerResponse\022S\n\014ListRequ" +
-      "ests\022 .icehouse.v1.ListRequestsRequest\032!" +
-      ".icehouse.v1.ListRequestsResponse\022V\n\rCan" +
-      "celRequest\022!.icehouse.v1.CancelRequestRe" +
-      "quest\032\".icehouse.v1.CancelRequestRespons" +
-      "eB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
-      "/icehouse/v1;icehousev1b\006proto3"
+      "alls\030\013 \001(\005\"\021\n\017GetStatsRequest\";\n\020GetStat" +
+      "sResponse\022\'\n\005stats\030\001 \001(\0132\030.icehouse.v1.S" +
+      "erverStats\"@\n\021WatchStatsRequest\022+\n\010inter" +
+      "val\030\001 \001(\0132\031.google.protobuf.Duration\"=\n\022" +
+      "WatchStatsResponse\022\'\n\005stats\030\001 \001(\0132\030.iceh" +
+      "ouse.v1.ServerStats\"\360\001\n\013ServerStats\0220\n\014c" +
+      "ollect_time\030\001 \001(\0132\032.google.protobuf.Time" +
+      "stamp\022(\n\006engine\030\002 \001(\0132\030.icehouse.v1.Engi" +
+      "neStats\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.Cac" +
+      "heStats\0222\n\020slowest_requests\030\004 \003(\0132\030.iceh" +
+      "ouse.v1.SlowRequest\022)\n\007tenants\030\005 \003(\0132\030.i" +
+      "cehouse.v1.TenantStats\"<\n\023ListRequestsRe" +
+      "quest\022\021\n\tpage_size\030\001 \001(\005\022\022\n\npage_token\030\002" +
+      " \001(\t\"[\n\024ListRequestsResponse\022*\n\010requests" +
+      "\030\001 \003(\0132\030.icehouse.v1.RequestInfo\022\027\n\017next" +
+      "_page_token\030\002 \001(\t\"\254\002\n\013RequestInfo\022\022\n\nreq" +
+      "uest_id\030\001 \001(\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030" +
+      "\003 \001(\t\022\022\n\nsession_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001" +
+      "(\t\022(\n\005phase\030\006 \001(\0162\031.icehouse.v1.RequestP" +
+      "hase\022&\n\003age\030\007 \001(\0132\031.google.protobuf.Dura" +
+      "tion\022\022\n\npart_count\030\010 \001(\005\022\025\n\rprompt_token" +
+      "s\030\t \001(\005\022\025\n\rcached_tokens\030\n \001(\005\022\025\n\routput" +
+      "_tokens\030\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005" +
+      "\"J\n\024CancelRequestRequest\022\022\n\nrequest_id\030\001" +
+      " \001(\t\022\023\n\006tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025" +
+      "CancelRequestResponse\022)\n\007request\030\001 \001(\0132\030" +
+      ".icehouse.v1.RequestInfo*\356\001\n\rServerFeatu" +
+      "re\022\036\n\032SERVER_FEATURE_UNSPECIFIED\020\000\022\037\n\033SE" +
+      "RVER_FEATURE_PREFIX_CACHE\020\001\022\034\n\030SERVER_FE" +
+      "ATURE_SSD_CACHE\020\002\022#\n\037SERVER_FEATURE_CACH" +
+      "E_ENCRYPTION\020\003\022\036\n\032SERVER_FEATURE_CREDENT" +
+      "IALS\020\004\022\036\n\032SERVER_FEATURE_DRAFT_MODEL\020\005\022\031" +
+      "\n\025SERVER_FEATURE_WORKER\020\006*\221\001\n\013ServerStat" +
+      "e\022\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVE" +
+      "R_STATE_LOADING\020\001\022\026\n\022SERVER_STATE_READY\020" +
+      "\002\022\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023SERVER_S" +
+      "TATE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUES" +
+      "T_PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_W" +
+      "AITING\020\001\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032" +
+      "\n\026REQUEST_PHASE_DECODING\020\0032\242\003\n\rServerSer" +
+      "vice\022J\n\tGetServer\022\035.icehouse.v1.GetServe" +
+      "rRequest\032\036.icehouse.v1.GetServerResponse" +
+      "\022G\n\010GetStats\022\034.icehouse.v1.GetStatsReque" +
+      "st\032\035.icehouse.v1.GetStatsResponse\022O\n\nWat" +
+      "chStats\022\036.icehouse.v1.WatchStatsRequest\032" +
+      "\037.icehouse.v1.WatchStatsResponse0\001\022S\n\014Li" +
+      "stRequests\022 .icehouse.v1.ListRequestsReq" +
+      "uest\032!.icehouse.v1.ListRequestsResponse\022" +
+      "V\n\rCancelRequest\022!.icehouse.v1.CancelReq" +
+      "uestRequest\032\".icehouse.v1.CancelRequestR" +
+      "esponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.d" +
+      "ev/api/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
         new com.google.protobuf.Descriptors.FileDescriptor[] {
           com.google.protobuf.DurationProto.getDescriptor(),
+          com.google.protobuf.TimestampProto.getDescriptor(),
+          dev.icehouse.v1.CacheStatsOuterClass.getDescriptor(),
+          dev.icehouse.v1.EngineStatsOuterClass.getDescriptor(),
+          dev.icehouse.v1.SlowRequestOuterClass.getDescriptor(),
+          dev.icehouse.v1.TenantStatsOuterClass.getDescriptor(),
         });
     internal_static_icehouse_v1_GetServerRequest_descriptor =
       getDescriptor().getMessageTypes().get(0);
@@ -153,37 +202,72 @@ public final class ServerServiceOuterClass {
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ServerLimits_descriptor,
         new java.lang.String[] { "MaxMessageBytes", "MaxOutputTokens", "DefaultMaxOutputTokens", "MaxCompletions", "MaxStopStrings", "MaxStopBytes", "MaxTopLogprobs", "MaxResponseFormatBytes", "MaxEmbeddingInputs", "MaxRerankDocuments", "MaxConcurrentCalls", });
-    internal_static_icehouse_v1_ListRequestsRequest_descriptor =
+    internal_static_icehouse_v1_GetStatsRequest_descriptor =
       getDescriptor().getMessageTypes().get(4);
+    internal_static_icehouse_v1_GetStatsRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_GetStatsRequest_descriptor,
+        new java.lang.String[] { });
+    internal_static_icehouse_v1_GetStatsResponse_descriptor =
+      getDescriptor().getMessageTypes().get(5);
+    internal_static_icehouse_v1_GetStatsResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_GetStatsResponse_descriptor,
+        new java.lang.String[] { "Stats", });
+    internal_static_icehouse_v1_WatchStatsRequest_descriptor =
+      getDescriptor().getMessageTypes().get(6);
+    internal_static_icehouse_v1_WatchStatsRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_WatchStatsRequest_descriptor,
+        new java.lang.String[] { "Interval", });
+    internal_static_icehouse_v1_WatchStatsResponse_descriptor =
+      getDescriptor().getMessageTypes().get(7);
+    internal_static_icehouse_v1_WatchStatsResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_WatchStatsResponse_descriptor,
+        new java.lang.String[] { "Stats", });
+    internal_static_icehouse_v1_ServerStats_descriptor =
+      getDescriptor().getMessageTypes().get(8);
+    internal_static_icehouse_v1_ServerStats_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ServerStats_descriptor,
+        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", });
+    internal_static_icehouse_v1_ListRequestsRequest_descriptor =
+      getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_ListRequestsRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ListRequestsRequest_descriptor,
         new java.lang.String[] { "PageSize", "PageToken", });
     internal_static_icehouse_v1_ListRequestsResponse_descriptor =
-      getDescriptor().getMessageTypes().get(5);
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_ListRequestsResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ListRequestsResponse_descriptor,
         new java.lang.String[] { "Requests", "NextPageToken", });
     internal_static_icehouse_v1_RequestInfo_descriptor =
-      getDescriptor().getMessageTypes().get(6);
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_RequestInfo_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_RequestInfo_descriptor,
         new java.lang.String[] { "RequestId", "Method", "Tenant", "SessionId", "Adapter", "Phase", "Age", "PartCount", "PromptTokens", "CachedTokens", "OutputTokens", "MaxOutputTokens", });
     internal_static_icehouse_v1_CancelRequestRequest_descriptor =
-      getDescriptor().getMessageTypes().get(7);
+      getDescriptor().getMessageTypes().get(12);
     internal_static_icehouse_v1_CancelRequestRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CancelRequestRequest_descriptor,
         new java.lang.String[] { "RequestId", "Tenant", });
     internal_static_icehouse_v1_CancelRequestResponse_descriptor =
-      getDescriptor().getMessageTypes().get(8);
+      getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_CancelRequestResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CancelRequestResponse_descriptor,
         new java.lang.String[] { "Request", });
     com.google.protobuf.DurationProto.getDescriptor();
+    com.google.protobuf.TimestampProto.getDescriptor();
+    dev.icehouse.v1.CacheStatsOuterClass.getDescriptor();
+    dev.icehouse.v1.EngineStatsOuterClass.getDescriptor();
+    dev.icehouse.v1.SlowRequestOuterClass.getDescriptor();
+    dev.icehouse.v1.TenantStatsOuterClass.getDescriptor();
   }
 
   // @@protoc_insertion_point(outer_class_scope)

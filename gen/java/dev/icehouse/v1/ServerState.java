@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Whether a server takes requests.
+ * Whether a server accepts requests.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.ServerState}
@@ -31,7 +31,7 @@ public enum ServerState
   SERVER_STATE_LOADING(1),
   /**
    * <pre>
-   * It takes requests.
+   * It accepts requests.
    * </pre>
    *
    * <code>SERVER_STATE_READY = 2;</code>
@@ -39,7 +39,7 @@ public enum ServerState
   SERVER_STATE_READY(2),
   /**
    * <pre>
-   * It ends what runs and takes nothing new.
+   * It finishes running requests and accepts no new ones.
    * </pre>
    *
    * <code>SERVER_STATE_DRAINING = 3;</code>
@@ -74,7 +74,7 @@ public enum ServerState
   public static final int SERVER_STATE_LOADING_VALUE = 1;
   /**
    * <pre>
-   * It takes requests.
+   * It accepts requests.
    * </pre>
    *
    * <code>SERVER_STATE_READY = 2;</code>
@@ -82,7 +82,7 @@ public enum ServerState
   public static final int SERVER_STATE_READY_VALUE = 2;
   /**
    * <pre>
-   * It ends what runs and takes nothing new.
+   * It finishes running requests and accepts no new ones.
    * </pre>
    *
    * <code>SERVER_STATE_DRAINING = 3;</code>

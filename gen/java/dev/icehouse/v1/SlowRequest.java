@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One ended request and where its time went. It never says what was asked or answered.
+ * One ended request and where its time went, without any of its prompt or output.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.SlowRequest}
@@ -52,7 +52,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -73,7 +73,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -146,7 +146,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object code_ = "";
   /**
    * <pre>
-   * Canonical status code it ended with, such as "OK" or "CANCELLED".
+   * The canonical status code that it ended with, such as "OK" or "CANCELLED".
    * </pre>
    *
    * <code>string code = 3;</code>
@@ -167,7 +167,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Canonical status code it ended with, such as "OK" or "CANCELLED".
+   * The canonical status code that it ended with, such as "OK" or "CANCELLED".
    * </pre>
    *
    * <code>string code = 3;</code>
@@ -192,7 +192,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration age_;
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -204,7 +204,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -216,7 +216,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -230,7 +230,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration totalDuration_;
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -242,7 +242,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -254,7 +254,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -268,7 +268,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration queueDuration_;
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -280,7 +280,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -292,7 +292,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -306,7 +306,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration restoreDuration_;
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -318,7 +318,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -330,7 +330,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -344,7 +344,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration prefillDuration_;
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -356,7 +356,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -368,7 +368,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -382,7 +382,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration decodeDuration_;
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -394,7 +394,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -406,7 +406,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -768,7 +768,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One ended request and where its time went. It never says what was asked or answered.
+   * One ended request and where its time went, without any of its prompt or output.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.SlowRequest}
@@ -1146,7 +1146,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1166,7 +1166,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1187,7 +1187,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1204,7 +1204,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1218,7 +1218,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1330,7 +1330,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object code_ = "";
     /**
      * <pre>
-     * Canonical status code it ended with, such as "OK" or "CANCELLED".
+     * The canonical status code that it ended with, such as "OK" or "CANCELLED".
      * </pre>
      *
      * <code>string code = 3;</code>
@@ -1350,7 +1350,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Canonical status code it ended with, such as "OK" or "CANCELLED".
+     * The canonical status code that it ended with, such as "OK" or "CANCELLED".
      * </pre>
      *
      * <code>string code = 3;</code>
@@ -1371,7 +1371,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Canonical status code it ended with, such as "OK" or "CANCELLED".
+     * The canonical status code that it ended with, such as "OK" or "CANCELLED".
      * </pre>
      *
      * <code>string code = 3;</code>
@@ -1388,7 +1388,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Canonical status code it ended with, such as "OK" or "CANCELLED".
+     * The canonical status code that it ended with, such as "OK" or "CANCELLED".
      * </pre>
      *
      * <code>string code = 3;</code>
@@ -1402,7 +1402,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Canonical status code it ended with, such as "OK" or "CANCELLED".
+     * The canonical status code that it ended with, such as "OK" or "CANCELLED".
      * </pre>
      *
      * <code>string code = 3;</code>
@@ -1424,7 +1424,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> ageBuilder_;
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1435,7 +1435,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1450,7 +1450,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1470,7 +1470,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1488,7 +1488,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1513,7 +1513,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1530,7 +1530,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1542,7 +1542,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1557,7 +1557,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How long ago it ended.
+     * Time since it ended.
      * </pre>
      *
      * <code>.google.protobuf.Duration age = 4;</code>
@@ -1581,7 +1581,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> totalDurationBuilder_;
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1592,7 +1592,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1607,7 +1607,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1627,7 +1627,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1645,7 +1645,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1670,7 +1670,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1687,7 +1687,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1699,7 +1699,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1714,7 +1714,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -1738,7 +1738,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> queueDurationBuilder_;
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1749,7 +1749,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1764,7 +1764,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1784,7 +1784,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1802,7 +1802,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1827,7 +1827,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1844,7 +1844,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1856,7 +1856,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1871,7 +1871,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until it left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1895,7 +1895,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> restoreDurationBuilder_;
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1906,7 +1906,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1921,7 +1921,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1941,7 +1941,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1959,7 +1959,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1984,7 +1984,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -2001,7 +2001,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -2013,7 +2013,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -2028,7 +2028,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Until its cached prefix was in place. Zero when nothing was restored.
+     * Restoring its cached prefix. Zero when nothing was restored.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -2052,7 +2052,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> prefillDurationBuilder_;
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2063,7 +2063,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2078,7 +2078,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2098,7 +2098,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2116,7 +2116,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2141,7 +2141,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2158,7 +2158,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2170,7 +2170,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2185,7 +2185,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Computing the rest of the prompt. Absent: the request did not run to its end.
+     * Computing the rest of the prompt. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -2209,7 +2209,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> decodeDurationBuilder_;
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2220,7 +2220,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2235,7 +2235,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2255,7 +2255,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2273,7 +2273,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2298,7 +2298,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2315,7 +2315,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2327,7 +2327,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -2342,7 +2342,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From the first to the last token. Absent: the request did not run to its end.
+     * From the first to the last output token. Not set: the request did not run to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration decode_duration = 9;</code>

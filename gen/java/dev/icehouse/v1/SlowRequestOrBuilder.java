@@ -10,7 +10,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface SlowRequestOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -50,7 +50,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * Canonical status code it ended with, such as "OK" or "CANCELLED".
+   * The canonical status code that it ended with, such as "OK" or "CANCELLED".
    * </pre>
    *
    * <code>string code = 3;</code>
@@ -59,7 +59,7 @@ public interface SlowRequestOrBuilder extends
   java.lang.String getCode();
   /**
    * <pre>
-   * Canonical status code it ended with, such as "OK" or "CANCELLED".
+   * The canonical status code that it ended with, such as "OK" or "CANCELLED".
    * </pre>
    *
    * <code>string code = 3;</code>
@@ -70,7 +70,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -79,7 +79,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasAge();
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -88,7 +88,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getAge();
   /**
    * <pre>
-   * How long ago it ended.
+   * Time since it ended.
    * </pre>
    *
    * <code>.google.protobuf.Duration age = 4;</code>
@@ -97,7 +97,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -106,7 +106,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasTotalDuration();
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -115,7 +115,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getTotalDuration();
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 5;</code>
@@ -124,7 +124,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -133,7 +133,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasQueueDuration();
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -142,7 +142,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getQueueDuration();
   /**
    * <pre>
-   * From arrival until it left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -151,7 +151,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -160,7 +160,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasRestoreDuration();
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -169,7 +169,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getRestoreDuration();
   /**
    * <pre>
-   * Until its cached prefix was in place. Zero when nothing was restored.
+   * Restoring its cached prefix. Zero when nothing was restored.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -178,7 +178,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -187,7 +187,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasPrefillDuration();
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -196,7 +196,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getPrefillDuration();
   /**
    * <pre>
-   * Computing the rest of the prompt. Absent: the request did not run to its end.
+   * Computing the rest of the prompt. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration prefill_duration = 8;</code>
@@ -205,7 +205,7 @@ public interface SlowRequestOrBuilder extends
 
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -214,7 +214,7 @@ public interface SlowRequestOrBuilder extends
   boolean hasDecodeDuration();
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>
@@ -223,7 +223,7 @@ public interface SlowRequestOrBuilder extends
   com.google.protobuf.Duration getDecodeDuration();
   /**
    * <pre>
-   * From the first to the last token. Absent: the request did not run to its end.
+   * From the first to the last output token. Not set: the request did not run to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration decode_duration = 9;</code>

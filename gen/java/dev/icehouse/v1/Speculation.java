@@ -6,14 +6,14 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
- * decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
- * counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
- * output said before (edits, extracts, code): a request that speculates does not share its passes with
- * others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
- * to guessing once its latest tokens are what would have been guessed.
+ * Guesses tokens and verifies all guesses in one pass of the model. The output is that of plain
+ * decoding: each token is drawn from the model's own distribution with the request's seed, and a guess
+ * counts only where it equals what was drawn. It is worthwhile where the output repeats parts of the prompt or of
+ * itself (edits, extracts, code), because a request that speculates does not share its passes with
+ * others. Where hardly any guess is right, it decodes in the batch with the others; with `prompt_lookup` it
+ * resumes guessing once its latest tokens are what would have been guessed.
  *
- * Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
+ * Where speculation is not possible (`Usage.speculation_limit`), the request decodes plainly.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.Speculation}
@@ -57,7 +57,7 @@ private static final long serialVersionUID = 0L;
       implements com.google.protobuf.Internal.EnumLite,
           com.google.protobuf.AbstractMessage.InternalOneOfEnum {
     PROMPT_LOOKUP(1),
-    DRAFT_MODEL(3),
+    DRAFT_MODEL(2),
     DRAFTER_NOT_SET(0);
     private final int value;
     private DrafterCase(int value) {
@@ -76,7 +76,7 @@ private static final long serialVersionUID = 0L;
     public static DrafterCase forNumber(int value) {
       switch (value) {
         case 1: return PROMPT_LOOKUP;
-        case 3: return DRAFT_MODEL;
+        case 2: return DRAFT_MODEL;
         case 0: return DRAFTER_NOT_SET;
         default: return null;
       }
@@ -135,30 +135,30 @@ private static final long serialVersionUID = 0L;
     return dev.icehouse.v1.PromptLookup.getDefaultInstance();
   }
 
-  public static final int DRAFT_MODEL_FIELD_NUMBER = 3;
+  public static final int DRAFT_MODEL_FIELD_NUMBER = 2;
   /**
    * <pre>
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    * @return Whether the draftModel field is set.
    */
   @java.lang.Override
   public boolean hasDraftModel() {
-    return drafterCase_ == 3;
+    return drafterCase_ == 2;
   }
   /**
    * <pre>
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    * @return The draftModel.
    */
   @java.lang.Override
   public dev.icehouse.v1.DraftModel getDraftModel() {
-    if (drafterCase_ == 3) {
+    if (drafterCase_ == 2) {
        return (dev.icehouse.v1.DraftModel) drafter_;
     }
     return dev.icehouse.v1.DraftModel.getDefaultInstance();
@@ -168,24 +168,24 @@ private static final long serialVersionUID = 0L;
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.DraftModelOrBuilder getDraftModelOrBuilder() {
-    if (drafterCase_ == 3) {
+    if (drafterCase_ == 2) {
        return (dev.icehouse.v1.DraftModel) drafter_;
     }
     return dev.icehouse.v1.DraftModel.getDefaultInstance();
   }
 
-  public static final int MAX_DRAFT_TOKENS_FIELD_NUMBER = 2;
+  public static final int MAX_DRAFT_TOKENS_FIELD_NUMBER = 3;
   private int maxDraftTokens_ = 0;
   /**
    * <pre>
-   * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+   * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
    * </pre>
    *
-   * <code>int32 max_draft_tokens = 2;</code>
+   * <code>int32 max_draft_tokens = 3;</code>
    * @return The maxDraftTokens.
    */
   @java.lang.Override
@@ -210,11 +210,11 @@ private static final long serialVersionUID = 0L;
     if (drafterCase_ == 1) {
       output.writeMessage(1, (dev.icehouse.v1.PromptLookup) drafter_);
     }
-    if (maxDraftTokens_ != 0) {
-      output.writeInt32(2, maxDraftTokens_);
+    if (drafterCase_ == 2) {
+      output.writeMessage(2, (dev.icehouse.v1.DraftModel) drafter_);
     }
-    if (drafterCase_ == 3) {
-      output.writeMessage(3, (dev.icehouse.v1.DraftModel) drafter_);
+    if (maxDraftTokens_ != 0) {
+      output.writeInt32(3, maxDraftTokens_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -229,13 +229,13 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(1, (dev.icehouse.v1.PromptLookup) drafter_);
     }
+    if (drafterCase_ == 2) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(2, (dev.icehouse.v1.DraftModel) drafter_);
+    }
     if (maxDraftTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(2, maxDraftTokens_);
-    }
-    if (drafterCase_ == 3) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, (dev.icehouse.v1.DraftModel) drafter_);
+        .computeInt32Size(3, maxDraftTokens_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -260,7 +260,7 @@ private static final long serialVersionUID = 0L;
         if (!getPromptLookup()
             .equals(other.getPromptLookup())) return false;
         break;
-      case 3:
+      case 2:
         if (!getDraftModel()
             .equals(other.getDraftModel())) return false;
         break;
@@ -285,7 +285,7 @@ private static final long serialVersionUID = 0L;
         hash = (37 * hash) + PROMPT_LOOKUP_FIELD_NUMBER;
         hash = (53 * hash) + getPromptLookup().hashCode();
         break;
-      case 3:
+      case 2:
         hash = (37 * hash) + DRAFT_MODEL_FIELD_NUMBER;
         hash = (53 * hash) + getDraftModel().hashCode();
         break;
@@ -391,14 +391,14 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Guesses tokens and verifies all guesses in one pass of the model. The output is the one of plain
-   * decoding: each place is drawn from the model's own distribution with the request's seed, and a guess
-   * counts only where it equals what was drawn. It pays where the output repeats what the prompt or the
-   * output said before (edits, extracts, code): a request that speculates does not share its passes with
-   * others. Where hardly a guess is right it decodes in the batch with them; with `prompt_lookup` it goes back
-   * to guessing once its latest tokens are what would have been guessed.
+   * Guesses tokens and verifies all guesses in one pass of the model. The output is that of plain
+   * decoding: each token is drawn from the model's own distribution with the request's seed, and a guess
+   * counts only where it equals what was drawn. It is worthwhile where the output repeats parts of the prompt or of
+   * itself (edits, extracts, code), because a request that speculates does not share its passes with
+   * others. Where hardly any guess is right, it decodes in the batch with the others; with `prompt_lookup` it
+   * resumes guessing once its latest tokens are what would have been guessed.
    *
-   * Where it cannot be (`Usage.speculation_limit`), the request decodes plainly.
+   * Where speculation is not possible (`Usage.speculation_limit`), the request decodes plainly.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.Speculation}
@@ -489,7 +489,7 @@ private static final long serialVersionUID = 0L;
           promptLookupBuilder_ != null) {
         result.drafter_ = promptLookupBuilder_.build();
       }
-      if (drafterCase_ == 3 &&
+      if (drafterCase_ == 2 &&
           draftModelBuilder_ != null) {
         result.drafter_ = draftModelBuilder_.build();
       }
@@ -588,18 +588,18 @@ private static final long serialVersionUID = 0L;
               drafterCase_ = 1;
               break;
             } // case 10
-            case 16: {
-              maxDraftTokens_ = input.readInt32();
-              bitField0_ |= 0x00000004;
-              break;
-            } // case 16
-            case 26: {
+            case 18: {
               input.readMessage(
                   getDraftModelFieldBuilder().getBuilder(),
                   extensionRegistry);
-              drafterCase_ = 3;
+              drafterCase_ = 2;
               break;
-            } // case 26
+            } // case 18
+            case 24: {
+              maxDraftTokens_ = input.readInt32();
+              bitField0_ |= 0x00000004;
+              break;
+            } // case 24
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -817,30 +817,30 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      * @return Whether the draftModel field is set.
      */
     @java.lang.Override
     public boolean hasDraftModel() {
-      return drafterCase_ == 3;
+      return drafterCase_ == 2;
     }
     /**
      * <pre>
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      * @return The draftModel.
      */
     @java.lang.Override
     public dev.icehouse.v1.DraftModel getDraftModel() {
       if (draftModelBuilder_ == null) {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           return (dev.icehouse.v1.DraftModel) drafter_;
         }
         return dev.icehouse.v1.DraftModel.getDefaultInstance();
       } else {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           return draftModelBuilder_.getMessage();
         }
         return dev.icehouse.v1.DraftModel.getDefaultInstance();
@@ -851,7 +851,7 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     public Builder setDraftModel(dev.icehouse.v1.DraftModel value) {
       if (draftModelBuilder_ == null) {
@@ -863,7 +863,7 @@ private static final long serialVersionUID = 0L;
       } else {
         draftModelBuilder_.setMessage(value);
       }
-      drafterCase_ = 3;
+      drafterCase_ = 2;
       return this;
     }
     /**
@@ -871,7 +871,7 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     public Builder setDraftModel(
         dev.icehouse.v1.DraftModel.Builder builderForValue) {
@@ -881,7 +881,7 @@ private static final long serialVersionUID = 0L;
       } else {
         draftModelBuilder_.setMessage(builderForValue.build());
       }
-      drafterCase_ = 3;
+      drafterCase_ = 2;
       return this;
     }
     /**
@@ -889,11 +889,11 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     public Builder mergeDraftModel(dev.icehouse.v1.DraftModel value) {
       if (draftModelBuilder_ == null) {
-        if (drafterCase_ == 3 &&
+        if (drafterCase_ == 2 &&
             drafter_ != dev.icehouse.v1.DraftModel.getDefaultInstance()) {
           drafter_ = dev.icehouse.v1.DraftModel.newBuilder((dev.icehouse.v1.DraftModel) drafter_)
               .mergeFrom(value).buildPartial();
@@ -902,13 +902,13 @@ private static final long serialVersionUID = 0L;
         }
         onChanged();
       } else {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           draftModelBuilder_.mergeFrom(value);
         } else {
           draftModelBuilder_.setMessage(value);
         }
       }
-      drafterCase_ = 3;
+      drafterCase_ = 2;
       return this;
     }
     /**
@@ -916,17 +916,17 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     public Builder clearDraftModel() {
       if (draftModelBuilder_ == null) {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           drafterCase_ = 0;
           drafter_ = null;
           onChanged();
         }
       } else {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           drafterCase_ = 0;
           drafter_ = null;
         }
@@ -939,7 +939,7 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     public dev.icehouse.v1.DraftModel.Builder getDraftModelBuilder() {
       return getDraftModelFieldBuilder().getBuilder();
@@ -949,14 +949,14 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     @java.lang.Override
     public dev.icehouse.v1.DraftModelOrBuilder getDraftModelOrBuilder() {
-      if ((drafterCase_ == 3) && (draftModelBuilder_ != null)) {
+      if ((drafterCase_ == 2) && (draftModelBuilder_ != null)) {
         return draftModelBuilder_.getMessageOrBuilder();
       } else {
-        if (drafterCase_ == 3) {
+        if (drafterCase_ == 2) {
           return (dev.icehouse.v1.DraftModel) drafter_;
         }
         return dev.icehouse.v1.DraftModel.getDefaultInstance();
@@ -967,13 +967,13 @@ private static final long serialVersionUID = 0L;
      * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
      * </pre>
      *
-     * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+     * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.DraftModel, dev.icehouse.v1.DraftModel.Builder, dev.icehouse.v1.DraftModelOrBuilder> 
         getDraftModelFieldBuilder() {
       if (draftModelBuilder_ == null) {
-        if (!(drafterCase_ == 3)) {
+        if (!(drafterCase_ == 2)) {
           drafter_ = dev.icehouse.v1.DraftModel.getDefaultInstance();
         }
         draftModelBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
@@ -983,7 +983,7 @@ private static final long serialVersionUID = 0L;
                 isClean());
         drafter_ = null;
       }
-      drafterCase_ = 3;
+      drafterCase_ = 2;
       onChanged();
       return draftModelBuilder_;
     }
@@ -991,10 +991,10 @@ private static final long serialVersionUID = 0L;
     private int maxDraftTokens_ ;
     /**
      * <pre>
-     * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+     * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
      * </pre>
      *
-     * <code>int32 max_draft_tokens = 2;</code>
+     * <code>int32 max_draft_tokens = 3;</code>
      * @return The maxDraftTokens.
      */
     @java.lang.Override
@@ -1003,10 +1003,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+     * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
      * </pre>
      *
-     * <code>int32 max_draft_tokens = 2;</code>
+     * <code>int32 max_draft_tokens = 3;</code>
      * @param value The maxDraftTokens to set.
      * @return This builder for chaining.
      */
@@ -1019,10 +1019,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+     * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
      * </pre>
      *
-     * <code>int32 max_draft_tokens = 2;</code>
+     * <code>int32 max_draft_tokens = 3;</code>
      * @return This builder for chaining.
      */
     public Builder clearMaxDraftTokens() {

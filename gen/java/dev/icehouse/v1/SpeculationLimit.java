@@ -15,7 +15,7 @@ public enum SpeculationLimit
     implements com.google.protobuf.ProtocolMessageEnum {
   /**
    * <pre>
-   * It did not ask, or nothing stood in the way.
+   * It did not ask for speculation, or nothing prevented it.
    * </pre>
    *
    * <code>SPECULATION_LIMIT_UNSPECIFIED = 0;</code>
@@ -23,7 +23,7 @@ public enum SpeculationLimit
   SPECULATION_LIMIT_UNSPECIFIED(0),
   /**
    * <pre>
-   * The model has caches that cannot take a wrong guess back (recurrent or chunked layers).
+   * The model has caches that cannot undo a wrong guess (recurrent or chunked layers).
    * </pre>
    *
    * <code>SPECULATION_LIMIT_CACHE = 1;</code>
@@ -48,7 +48,7 @@ public enum SpeculationLimit
   SPECULATION_LIMIT_NO_DRAFT_MODEL(3),
   /**
    * <pre>
-   * Hardly a guess was right of late: the end of the output was decoded in the batch, with the others.
+   * Hardly any recent guess was right: the end of the output was decoded in the batch, with the others.
    * </pre>
    *
    * <code>SPECULATION_LIMIT_ACCEPTANCE = 4;</code>
@@ -59,7 +59,7 @@ public enum SpeculationLimit
 
   /**
    * <pre>
-   * It did not ask, or nothing stood in the way.
+   * It did not ask for speculation, or nothing prevented it.
    * </pre>
    *
    * <code>SPECULATION_LIMIT_UNSPECIFIED = 0;</code>
@@ -67,7 +67,7 @@ public enum SpeculationLimit
   public static final int SPECULATION_LIMIT_UNSPECIFIED_VALUE = 0;
   /**
    * <pre>
-   * The model has caches that cannot take a wrong guess back (recurrent or chunked layers).
+   * The model has caches that cannot undo a wrong guess (recurrent or chunked layers).
    * </pre>
    *
    * <code>SPECULATION_LIMIT_CACHE = 1;</code>
@@ -92,7 +92,7 @@ public enum SpeculationLimit
   public static final int SPECULATION_LIMIT_NO_DRAFT_MODEL_VALUE = 3;
   /**
    * <pre>
-   * Hardly a guess was right of late: the end of the output was decoded in the batch, with the others.
+   * Hardly any recent guess was right: the end of the output was decoded in the batch, with the others.
    * </pre>
    *
    * <code>SPECULATION_LIMIT_ACCEPTANCE = 4;</code>

@@ -40,7 +40,7 @@ public interface SpeculationOrBuilder extends
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    * @return Whether the draftModel field is set.
    */
   boolean hasDraftModel();
@@ -49,7 +49,7 @@ public interface SpeculationOrBuilder extends
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    * @return The draftModel.
    */
   dev.icehouse.v1.DraftModel getDraftModel();
@@ -58,16 +58,16 @@ public interface SpeculationOrBuilder extends
    * From the server's draft model (`--draft-model`), a small one of the same vocabulary.
    * </pre>
    *
-   * <code>.icehouse.v1.DraftModel draft_model = 3;</code>
+   * <code>.icehouse.v1.DraftModel draft_model = 2;</code>
    */
   dev.icehouse.v1.DraftModelOrBuilder getDraftModelOrBuilder();
 
   /**
    * <pre>
-   * Guesses a step, 1 to 16. Absent or 0: 8 of `prompt_lookup`, 4 of `draft_model`.
+   * Maximum guesses a step, 1 to 16. Default: 8 with `prompt_lookup`, 4 with `draft_model`.
    * </pre>
    *
-   * <code>int32 max_draft_tokens = 2;</code>
+   * <code>int32 max_draft_tokens = 3;</code>
    * @return The maxDraftTokens.
    */
   int getMaxDraftTokens();

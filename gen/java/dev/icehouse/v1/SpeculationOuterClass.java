@@ -42,8 +42,8 @@ public final class SpeculationOuterClass {
       "\n\035icehouse/v1/speculation.proto\022\013icehous" +
       "e.v1\"\226\001\n\013Speculation\0222\n\rprompt_lookup\030\001 " +
       "\001(\0132\031.icehouse.v1.PromptLookupH\000\022.\n\013draf" +
-      "t_model\030\003 \001(\0132\027.icehouse.v1.DraftModelH\000" +
-      "\022\030\n\020max_draft_tokens\030\002 \001(\005B\t\n\007drafter\"(\n" +
+      "t_model\030\002 \001(\0132\027.icehouse.v1.DraftModelH\000" +
+      "\022\030\n\020max_draft_tokens\030\003 \001(\005B\t\n\007drafter\"(\n" +
       "\014PromptLookup\022\030\n\020max_ngram_tokens\030\001 \001(\005\"" +
       "\014\n\nDraftModel*\272\001\n\020SpeculationLimit\022!\n\035SP" +
       "ECULATION_LIMIT_UNSPECIFIED\020\000\022\033\n\027SPECULA" +

@@ -87,7 +87,7 @@ public enum SpillDropCause
   SPILL_DROP_CAUSE_SHUTDOWN(8),
   /**
    * <pre>
-   * The tenant's share of the SSD was full of blocks that may not go.
+   * The tenant's share of the SSD was full of blocks that may not be evicted.
    * </pre>
    *
    * <code>SPILL_DROP_CAUSE_TENANT_SHARE = 9;</code>
@@ -170,7 +170,7 @@ public enum SpillDropCause
   public static final int SPILL_DROP_CAUSE_SHUTDOWN_VALUE = 8;
   /**
    * <pre>
-   * The tenant's share of the SSD was full of blocks that may not go.
+   * The tenant's share of the SSD was full of blocks that may not be evicted.
    * </pre>
    *
    * <code>SPILL_DROP_CAUSE_TENANT_SHARE = 9;</code>

@@ -54,7 +54,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object requestId_ = "";
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -75,7 +75,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -200,7 +200,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration queueDuration_;
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -212,7 +212,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -224,7 +224,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -249,42 +249,42 @@ private static final long serialVersionUID = 0L;
     return seed_;
   }
 
-  public static final int CREATE_TIME_FIELD_NUMBER = 7;
-  private com.google.protobuf.Timestamp createTime_;
+  public static final int RECEIVE_TIME_FIELD_NUMBER = 7;
+  private com.google.protobuf.Timestamp receiveTime_;
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
-   * @return Whether the createTime field is set.
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+   * @return Whether the receiveTime field is set.
    */
   @java.lang.Override
-  public boolean hasCreateTime() {
+  public boolean hasReceiveTime() {
     return ((bitField0_ & 0x00000004) != 0);
   }
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
-   * @return The createTime.
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+   * @return The receiveTime.
    */
   @java.lang.Override
-  public com.google.protobuf.Timestamp getCreateTime() {
-    return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
+  public com.google.protobuf.Timestamp getReceiveTime() {
+    return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
   }
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder() {
-    return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
+  public com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder() {
+    return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
   }
 
   public static final int SYSTEM_FINGERPRINT_FIELD_NUMBER = 8;
@@ -435,7 +435,7 @@ private static final long serialVersionUID = 0L;
       output.writeUInt64(6, seed_);
     }
     if (((bitField0_ & 0x00000004) != 0)) {
-      output.writeMessage(7, getCreateTime());
+      output.writeMessage(7, getReceiveTime());
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 8, systemFingerprint_);
@@ -479,7 +479,7 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000004) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(7, getCreateTime());
+        .computeMessageSize(7, getReceiveTime());
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(systemFingerprint_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(8, systemFingerprint_);
@@ -529,10 +529,10 @@ private static final long serialVersionUID = 0L;
     }
     if (getSeed()
         != other.getSeed()) return false;
-    if (hasCreateTime() != other.hasCreateTime()) return false;
-    if (hasCreateTime()) {
-      if (!getCreateTime()
-          .equals(other.getCreateTime())) return false;
+    if (hasReceiveTime() != other.hasReceiveTime()) return false;
+    if (hasReceiveTime()) {
+      if (!getReceiveTime()
+          .equals(other.getReceiveTime())) return false;
     }
     if (!getSystemFingerprint()
         .equals(other.getSystemFingerprint())) return false;
@@ -568,9 +568,9 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + SEED_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getSeed());
-    if (hasCreateTime()) {
-      hash = (37 * hash) + CREATE_TIME_FIELD_NUMBER;
-      hash = (53 * hash) + getCreateTime().hashCode();
+    if (hasReceiveTime()) {
+      hash = (37 * hash) + RECEIVE_TIME_FIELD_NUMBER;
+      hash = (53 * hash) + getReceiveTime().hashCode();
     }
     hash = (37 * hash) + SYSTEM_FINGERPRINT_FIELD_NUMBER;
     hash = (53 * hash) + getSystemFingerprint().hashCode();
@@ -716,7 +716,7 @@ private static final long serialVersionUID = 0L;
               .alwaysUseFieldBuilders) {
         getCacheFieldBuilder();
         getQueueDurationFieldBuilder();
-        getCreateTimeFieldBuilder();
+        getReceiveTimeFieldBuilder();
       }
     }
     @java.lang.Override
@@ -737,10 +737,10 @@ private static final long serialVersionUID = 0L;
         queueDurationBuilder_ = null;
       }
       seed_ = 0L;
-      createTime_ = null;
-      if (createTimeBuilder_ != null) {
-        createTimeBuilder_.dispose();
-        createTimeBuilder_ = null;
+      receiveTime_ = null;
+      if (receiveTimeBuilder_ != null) {
+        receiveTimeBuilder_.dispose();
+        receiveTimeBuilder_ = null;
       }
       systemFingerprint_ = "";
       maxOutputTokens_ = 0;
@@ -805,9 +805,9 @@ private static final long serialVersionUID = 0L;
         result.seed_ = seed_;
       }
       if (((from_bitField0_ & 0x00000040) != 0)) {
-        result.createTime_ = createTimeBuilder_ == null
-            ? createTime_
-            : createTimeBuilder_.build();
+        result.receiveTime_ = receiveTimeBuilder_ == null
+            ? receiveTime_
+            : receiveTimeBuilder_.build();
         to_bitField0_ |= 0x00000004;
       }
       if (((from_bitField0_ & 0x00000080) != 0)) {
@@ -889,8 +889,8 @@ private static final long serialVersionUID = 0L;
       if (other.getSeed() != 0L) {
         setSeed(other.getSeed());
       }
-      if (other.hasCreateTime()) {
-        mergeCreateTime(other.getCreateTime());
+      if (other.hasReceiveTime()) {
+        mergeReceiveTime(other.getReceiveTime());
       }
       if (!other.getSystemFingerprint().isEmpty()) {
         systemFingerprint_ = other.systemFingerprint_;
@@ -972,7 +972,7 @@ private static final long serialVersionUID = 0L;
             } // case 48
             case 58: {
               input.readMessage(
-                  getCreateTimeFieldBuilder().getBuilder(),
+                  getReceiveTimeFieldBuilder().getBuilder(),
                   extensionRegistry);
               bitField0_ |= 0x00000040;
               break;
@@ -1013,7 +1013,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object requestId_ = "";
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1033,7 +1033,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1054,7 +1054,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1071,7 +1071,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1085,7 +1085,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The caller's request id, or the one made for it.
+     * The caller's request id, or the generated one.
      * </pre>
      *
      * <code>string request_id = 1;</code>
@@ -1400,7 +1400,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> queueDurationBuilder_;
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1411,7 +1411,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1426,7 +1426,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1446,7 +1446,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1464,7 +1464,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1489,7 +1489,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1506,7 +1506,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1518,7 +1518,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1533,7 +1533,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until now.
+     * Time in the queue, since the request was received.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -1596,50 +1596,50 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    private com.google.protobuf.Timestamp createTime_;
+    private com.google.protobuf.Timestamp receiveTime_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> createTimeBuilder_;
+        com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> receiveTimeBuilder_;
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
-     * @return Whether the createTime field is set.
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+     * @return Whether the receiveTime field is set.
      */
-    public boolean hasCreateTime() {
+    public boolean hasReceiveTime() {
       return ((bitField0_ & 0x00000040) != 0);
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
-     * @return The createTime.
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+     * @return The receiveTime.
      */
-    public com.google.protobuf.Timestamp getCreateTime() {
-      if (createTimeBuilder_ == null) {
-        return createTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
+    public com.google.protobuf.Timestamp getReceiveTime() {
+      if (receiveTimeBuilder_ == null) {
+        return receiveTime_ == null ? com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
       } else {
-        return createTimeBuilder_.getMessage();
+        return receiveTimeBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public Builder setCreateTime(com.google.protobuf.Timestamp value) {
-      if (createTimeBuilder_ == null) {
+    public Builder setReceiveTime(com.google.protobuf.Timestamp value) {
+      if (receiveTimeBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        createTime_ = value;
+        receiveTime_ = value;
       } else {
-        createTimeBuilder_.setMessage(value);
+        receiveTimeBuilder_.setMessage(value);
       }
       bitField0_ |= 0x00000040;
       onChanged();
@@ -1647,17 +1647,17 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public Builder setCreateTime(
+    public Builder setReceiveTime(
         com.google.protobuf.Timestamp.Builder builderForValue) {
-      if (createTimeBuilder_ == null) {
-        createTime_ = builderForValue.build();
+      if (receiveTimeBuilder_ == null) {
+        receiveTime_ = builderForValue.build();
       } else {
-        createTimeBuilder_.setMessage(builderForValue.build());
+        receiveTimeBuilder_.setMessage(builderForValue.build());
       }
       bitField0_ |= 0x00000040;
       onChanged();
@@ -1665,24 +1665,24 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public Builder mergeCreateTime(com.google.protobuf.Timestamp value) {
-      if (createTimeBuilder_ == null) {
+    public Builder mergeReceiveTime(com.google.protobuf.Timestamp value) {
+      if (receiveTimeBuilder_ == null) {
         if (((bitField0_ & 0x00000040) != 0) &&
-          createTime_ != null &&
-          createTime_ != com.google.protobuf.Timestamp.getDefaultInstance()) {
-          getCreateTimeBuilder().mergeFrom(value);
+          receiveTime_ != null &&
+          receiveTime_ != com.google.protobuf.Timestamp.getDefaultInstance()) {
+          getReceiveTimeBuilder().mergeFrom(value);
         } else {
-          createTime_ = value;
+          receiveTime_ = value;
         }
       } else {
-        createTimeBuilder_.mergeFrom(value);
+        receiveTimeBuilder_.mergeFrom(value);
       }
-      if (createTime_ != null) {
+      if (receiveTime_ != null) {
         bitField0_ |= 0x00000040;
         onChanged();
       }
@@ -1690,67 +1690,67 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public Builder clearCreateTime() {
+    public Builder clearReceiveTime() {
       bitField0_ = (bitField0_ & ~0x00000040);
-      createTime_ = null;
-      if (createTimeBuilder_ != null) {
-        createTimeBuilder_.dispose();
-        createTimeBuilder_ = null;
+      receiveTime_ = null;
+      if (receiveTimeBuilder_ != null) {
+        receiveTimeBuilder_.dispose();
+        receiveTimeBuilder_ = null;
       }
       onChanged();
       return this;
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public com.google.protobuf.Timestamp.Builder getCreateTimeBuilder() {
+    public com.google.protobuf.Timestamp.Builder getReceiveTimeBuilder() {
       bitField0_ |= 0x00000040;
       onChanged();
-      return getCreateTimeFieldBuilder().getBuilder();
+      return getReceiveTimeFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
-    public com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder() {
-      if (createTimeBuilder_ != null) {
-        return createTimeBuilder_.getMessageOrBuilder();
+    public com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder() {
+      if (receiveTimeBuilder_ != null) {
+        return receiveTimeBuilder_.getMessageOrBuilder();
       } else {
-        return createTime_ == null ?
-            com.google.protobuf.Timestamp.getDefaultInstance() : createTime_;
+        return receiveTime_ == null ?
+            com.google.protobuf.Timestamp.getDefaultInstance() : receiveTime_;
       }
     }
     /**
      * <pre>
-     * When the request reached the server, by the server's clock.
+     * When the server received the request, by the server's clock.
      * </pre>
      *
-     * <code>.google.protobuf.Timestamp create_time = 7;</code>
+     * <code>.google.protobuf.Timestamp receive_time = 7;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder> 
-        getCreateTimeFieldBuilder() {
-      if (createTimeBuilder_ == null) {
-        createTimeBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+        getReceiveTimeFieldBuilder() {
+      if (receiveTimeBuilder_ == null) {
+        receiveTimeBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
             com.google.protobuf.Timestamp, com.google.protobuf.Timestamp.Builder, com.google.protobuf.TimestampOrBuilder>(
-                getCreateTime(),
+                getReceiveTime(),
                 getParentForChildren(),
                 isClean());
-        createTime_ = null;
+        receiveTime_ = null;
       }
-      return createTimeBuilder_;
+      return receiveTimeBuilder_;
     }
 
     private java.lang.Object systemFingerprint_ = "";

@@ -10,7 +10,7 @@ public interface StartedOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -19,7 +19,7 @@ public interface StartedOrBuilder extends
   java.lang.String getRequestId();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * The caller's request id, or the generated one.
    * </pre>
    *
    * <code>string request_id = 1;</code>
@@ -87,7 +87,7 @@ public interface StartedOrBuilder extends
 
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -96,7 +96,7 @@ public interface StartedOrBuilder extends
   boolean hasQueueDuration();
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -105,7 +105,7 @@ public interface StartedOrBuilder extends
   com.google.protobuf.Duration getQueueDuration();
   /**
    * <pre>
-   * From arrival until now.
+   * Time in the queue, since the request was received.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 5;</code>
@@ -124,30 +124,30 @@ public interface StartedOrBuilder extends
 
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
-   * @return Whether the createTime field is set.
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+   * @return Whether the receiveTime field is set.
    */
-  boolean hasCreateTime();
+  boolean hasReceiveTime();
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
-   * @return The createTime.
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
+   * @return The receiveTime.
    */
-  com.google.protobuf.Timestamp getCreateTime();
+  com.google.protobuf.Timestamp getReceiveTime();
   /**
    * <pre>
-   * When the request reached the server, by the server's clock.
+   * When the server received the request, by the server's clock.
    * </pre>
    *
-   * <code>.google.protobuf.Timestamp create_time = 7;</code>
+   * <code>.google.protobuf.Timestamp receive_time = 7;</code>
    */
-  com.google.protobuf.TimestampOrBuilder getCreateTimeOrBuilder();
+  com.google.protobuf.TimestampOrBuilder getReceiveTimeOrBuilder();
 
   /**
    * <pre>

@@ -92,7 +92,7 @@ private static final long serialVersionUID = 0L;
   public static final int STARTED_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -104,7 +104,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -119,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -181,7 +181,7 @@ private static final long serialVersionUID = 0L;
   public static final int DELTA_FIELD_NUMBER = 3;
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -193,7 +193,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -208,7 +208,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -224,7 +224,7 @@ private static final long serialVersionUID = 0L;
   public static final int FINISHED_FIELD_NUMBER = 4;
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -236,7 +236,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -251,7 +251,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -743,7 +743,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.Started, dev.icehouse.v1.Started.Builder, dev.icehouse.v1.StartedOrBuilder> startedBuilder_;
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -755,7 +755,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -777,7 +777,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -797,7 +797,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -815,7 +815,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -842,7 +842,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -865,7 +865,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -875,7 +875,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -893,7 +893,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The request left the queue. Once, first; of several completions when the first one of them did.
+     * The request left the queue. Once, first; with several completions when the first one of them did.
      * </pre>
      *
      * <code>.icehouse.v1.Started started = 1;</code>
@@ -1108,7 +1108,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.Delta, dev.icehouse.v1.Delta.Builder, dev.icehouse.v1.DeltaOrBuilder> deltaBuilder_;
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1120,7 +1120,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1142,7 +1142,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1162,7 +1162,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1180,7 +1180,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1207,7 +1207,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1230,7 +1230,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1240,7 +1240,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1258,7 +1258,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * New output. Any number; those of several completions mixed.
+     * New output. Any number; those of several completions are interleaved.
      * </pre>
      *
      * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -1286,7 +1286,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.Finished, dev.icehouse.v1.Finished.Builder, dev.icehouse.v1.FinishedOrBuilder> finishedBuilder_;
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1298,7 +1298,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1320,7 +1320,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1340,7 +1340,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1358,7 +1358,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1385,7 +1385,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1408,7 +1408,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1418,7 +1418,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -1436,7 +1436,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The output is complete. Once, last; of several completions once each, the last one of them last.
+     * The output is complete. Once, last; with several completions once for each.
      * </pre>
      *
      * <code>.icehouse.v1.Finished finished = 4;</code>

@@ -10,7 +10,7 @@ public interface StreamResponseOrBuilder extends
 
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -19,7 +19,7 @@ public interface StreamResponseOrBuilder extends
   boolean hasStarted();
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -28,7 +28,7 @@ public interface StreamResponseOrBuilder extends
   dev.icehouse.v1.Started getStarted();
   /**
    * <pre>
-   * The request left the queue. Once, first; of several completions when the first one of them did.
+   * The request left the queue. Once, first; with several completions when the first one of them did.
    * </pre>
    *
    * <code>.icehouse.v1.Started started = 1;</code>
@@ -67,7 +67,7 @@ public interface StreamResponseOrBuilder extends
 
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -76,7 +76,7 @@ public interface StreamResponseOrBuilder extends
   boolean hasDelta();
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -85,7 +85,7 @@ public interface StreamResponseOrBuilder extends
   dev.icehouse.v1.Delta getDelta();
   /**
    * <pre>
-   * New output. Any number; those of several completions mixed.
+   * New output. Any number; those of several completions are interleaved.
    * </pre>
    *
    * <code>.icehouse.v1.Delta delta = 3;</code>
@@ -94,7 +94,7 @@ public interface StreamResponseOrBuilder extends
 
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -103,7 +103,7 @@ public interface StreamResponseOrBuilder extends
   boolean hasFinished();
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>
@@ -112,7 +112,7 @@ public interface StreamResponseOrBuilder extends
   dev.icehouse.v1.Finished getFinished();
   /**
    * <pre>
-   * The output is complete. Once, last; of several completions once each, the last one of them last.
+   * The output is complete. Once, last; with several completions once for each.
    * </pre>
    *
    * <code>.icehouse.v1.Finished finished = 4;</code>

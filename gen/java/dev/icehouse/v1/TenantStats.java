@@ -6,9 +6,9 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * One tenant's numbers. `*_count` and `*_bytes` are now, `*_total` since the server started, or since
- * the tenant came back after it had been idle longest of 1024. Limits are the same for all tenants; 0
- * means that there is none.
+ * The counters of one tenant. `*_count` and `*_bytes` are current values, `*_total` are counted since the server
+ * started, or since the tenant returned after it was dropped as the longest idle of 1024. Limits are the same for
+ * all tenants; 0 means no limit.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.TenantStats}
@@ -112,7 +112,7 @@ private static final long serialVersionUID = 0L;
   private int waitingLimit_ = 0;
   /**
    * <pre>
-   * Most of its requests that may wait; more are refused with TENANT_QUEUE_FULL.
+   * Maximum of `waiting_count`; further requests are refused with TENANT_QUEUE_FULL.
    * </pre>
    *
    * <code>int32 waiting_limit = 3;</code>
@@ -142,7 +142,7 @@ private static final long serialVersionUID = 0L;
   private int runningLimit_ = 0;
   /**
    * <pre>
-   * Most of its requests that run at once; more wait.
+   * Maximum of `running_count`; further requests wait.
    * </pre>
    *
    * <code>int32 running_limit = 5;</code>
@@ -157,7 +157,7 @@ private static final long serialVersionUID = 0L;
   private long acceptedTotal_ = 0L;
   /**
    * <pre>
-   * Its requests that were let in.
+   * Its requests that were accepted.
    * </pre>
    *
    * <code>int64 accepted_total = 6;</code>
@@ -172,7 +172,7 @@ private static final long serialVersionUID = 0L;
   private long refusedTotal_ = 0L;
   /**
    * <pre>
-   * Its requests that were refused because it had its share.
+   * Its requests that were refused because of its limits.
    * </pre>
    *
    * <code>int64 refused_total = 7;</code>
@@ -232,7 +232,7 @@ private static final long serialVersionUID = 0L;
   private long tokensPerMinute_ = 0L;
   /**
    * <pre>
-   * Prompt and output tokens it may use per minute; a request beyond that is refused with
+   * Maximum prompt and output tokens per minute; a request beyond that is refused with
    * TOKEN_RATE_EXCEEDED.
    * </pre>
    *
@@ -279,7 +279,7 @@ private static final long serialVersionUID = 0L;
   private long ramLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes of its blocks in the RAM tier.
+   * Maximum of `ram_bytes`.
    * </pre>
    *
    * <code>int64 ram_limit_bytes = 14;</code>
@@ -294,8 +294,8 @@ private static final long serialVersionUID = 0L;
   private long ssdBytes_ = 0L;
   /**
    * <pre>
-   * Bytes of its blocks on SSD, as far as they can be told to be its own: after a restart that is
-   * when it has sent its first request.
+   * Bytes of its blocks on SSD, as far as they are known to be its own: after a restart only
+   * once it has sent its first request.
    * </pre>
    *
    * <code>int64 ssd_bytes = 15;</code>
@@ -310,7 +310,7 @@ private static final long serialVersionUID = 0L;
   private long ssdLimitBytes_ = 0L;
   /**
    * <pre>
-   * Most bytes of its blocks on SSD.
+   * Maximum of `ssd_bytes`.
    * </pre>
    *
    * <code>int64 ssd_limit_bytes = 16;</code>
@@ -655,9 +655,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * One tenant's numbers. `*_count` and `*_bytes` are now, `*_total` since the server started, or since
-   * the tenant came back after it had been idle longest of 1024. Limits are the same for all tenants; 0
-   * means that there is none.
+   * The counters of one tenant. `*_count` and `*_bytes` are current values, `*_total` are counted since the server
+   * started, or since the tenant returned after it was dropped as the longest idle of 1024. Limits are the same for
+   * all tenants; 0 means no limit.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.TenantStats}
@@ -1148,7 +1148,7 @@ private static final long serialVersionUID = 0L;
     private int waitingLimit_ ;
     /**
      * <pre>
-     * Most of its requests that may wait; more are refused with TENANT_QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with TENANT_QUEUE_FULL.
      * </pre>
      *
      * <code>int32 waiting_limit = 3;</code>
@@ -1160,7 +1160,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of its requests that may wait; more are refused with TENANT_QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with TENANT_QUEUE_FULL.
      * </pre>
      *
      * <code>int32 waiting_limit = 3;</code>
@@ -1176,7 +1176,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of its requests that may wait; more are refused with TENANT_QUEUE_FULL.
+     * Maximum of `waiting_count`; further requests are refused with TENANT_QUEUE_FULL.
      * </pre>
      *
      * <code>int32 waiting_limit = 3;</code>
@@ -1236,7 +1236,7 @@ private static final long serialVersionUID = 0L;
     private int runningLimit_ ;
     /**
      * <pre>
-     * Most of its requests that run at once; more wait.
+     * Maximum of `running_count`; further requests wait.
      * </pre>
      *
      * <code>int32 running_limit = 5;</code>
@@ -1248,7 +1248,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of its requests that run at once; more wait.
+     * Maximum of `running_count`; further requests wait.
      * </pre>
      *
      * <code>int32 running_limit = 5;</code>
@@ -1264,7 +1264,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most of its requests that run at once; more wait.
+     * Maximum of `running_count`; further requests wait.
      * </pre>
      *
      * <code>int32 running_limit = 5;</code>
@@ -1280,7 +1280,7 @@ private static final long serialVersionUID = 0L;
     private long acceptedTotal_ ;
     /**
      * <pre>
-     * Its requests that were let in.
+     * Its requests that were accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 6;</code>
@@ -1292,7 +1292,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its requests that were let in.
+     * Its requests that were accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 6;</code>
@@ -1308,7 +1308,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its requests that were let in.
+     * Its requests that were accepted.
      * </pre>
      *
      * <code>int64 accepted_total = 6;</code>
@@ -1324,7 +1324,7 @@ private static final long serialVersionUID = 0L;
     private long refusedTotal_ ;
     /**
      * <pre>
-     * Its requests that were refused because it had its share.
+     * Its requests that were refused because of its limits.
      * </pre>
      *
      * <code>int64 refused_total = 7;</code>
@@ -1336,7 +1336,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its requests that were refused because it had its share.
+     * Its requests that were refused because of its limits.
      * </pre>
      *
      * <code>int64 refused_total = 7;</code>
@@ -1352,7 +1352,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its requests that were refused because it had its share.
+     * Its requests that were refused because of its limits.
      * </pre>
      *
      * <code>int64 refused_total = 7;</code>
@@ -1500,7 +1500,7 @@ private static final long serialVersionUID = 0L;
     private long tokensPerMinute_ ;
     /**
      * <pre>
-     * Prompt and output tokens it may use per minute; a request beyond that is refused with
+     * Maximum prompt and output tokens per minute; a request beyond that is refused with
      * TOKEN_RATE_EXCEEDED.
      * </pre>
      *
@@ -1513,7 +1513,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt and output tokens it may use per minute; a request beyond that is refused with
+     * Maximum prompt and output tokens per minute; a request beyond that is refused with
      * TOKEN_RATE_EXCEEDED.
      * </pre>
      *
@@ -1530,7 +1530,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Prompt and output tokens it may use per minute; a request beyond that is refused with
+     * Maximum prompt and output tokens per minute; a request beyond that is refused with
      * TOKEN_RATE_EXCEEDED.
      * </pre>
      *
@@ -1638,7 +1638,7 @@ private static final long serialVersionUID = 0L;
     private long ramLimitBytes_ ;
     /**
      * <pre>
-     * Most bytes of its blocks in the RAM tier.
+     * Maximum of `ram_bytes`.
      * </pre>
      *
      * <code>int64 ram_limit_bytes = 14;</code>
@@ -1650,7 +1650,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes of its blocks in the RAM tier.
+     * Maximum of `ram_bytes`.
      * </pre>
      *
      * <code>int64 ram_limit_bytes = 14;</code>
@@ -1666,7 +1666,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes of its blocks in the RAM tier.
+     * Maximum of `ram_bytes`.
      * </pre>
      *
      * <code>int64 ram_limit_bytes = 14;</code>
@@ -1682,8 +1682,8 @@ private static final long serialVersionUID = 0L;
     private long ssdBytes_ ;
     /**
      * <pre>
-     * Bytes of its blocks on SSD, as far as they can be told to be its own: after a restart that is
-     * when it has sent its first request.
+     * Bytes of its blocks on SSD, as far as they are known to be its own: after a restart only
+     * once it has sent its first request.
      * </pre>
      *
      * <code>int64 ssd_bytes = 15;</code>
@@ -1695,8 +1695,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of its blocks on SSD, as far as they can be told to be its own: after a restart that is
-     * when it has sent its first request.
+     * Bytes of its blocks on SSD, as far as they are known to be its own: after a restart only
+     * once it has sent its first request.
      * </pre>
      *
      * <code>int64 ssd_bytes = 15;</code>
@@ -1712,8 +1712,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Bytes of its blocks on SSD, as far as they can be told to be its own: after a restart that is
-     * when it has sent its first request.
+     * Bytes of its blocks on SSD, as far as they are known to be its own: after a restart only
+     * once it has sent its first request.
      * </pre>
      *
      * <code>int64 ssd_bytes = 15;</code>
@@ -1729,7 +1729,7 @@ private static final long serialVersionUID = 0L;
     private long ssdLimitBytes_ ;
     /**
      * <pre>
-     * Most bytes of its blocks on SSD.
+     * Maximum of `ssd_bytes`.
      * </pre>
      *
      * <code>int64 ssd_limit_bytes = 16;</code>
@@ -1741,7 +1741,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes of its blocks on SSD.
+     * Maximum of `ssd_bytes`.
      * </pre>
      *
      * <code>int64 ssd_limit_bytes = 16;</code>
@@ -1757,7 +1757,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most bytes of its blocks on SSD.
+     * Maximum of `ssd_bytes`.
      * </pre>
      *
      * <code>int64 ssd_limit_bytes = 16;</code>

@@ -40,7 +40,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of its requests that may wait; more are refused with TENANT_QUEUE_FULL.
+   * Maximum of `waiting_count`; further requests are refused with TENANT_QUEUE_FULL.
    * </pre>
    *
    * <code>int32 waiting_limit = 3;</code>
@@ -60,7 +60,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most of its requests that run at once; more wait.
+   * Maximum of `running_count`; further requests wait.
    * </pre>
    *
    * <code>int32 running_limit = 5;</code>
@@ -70,7 +70,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Its requests that were let in.
+   * Its requests that were accepted.
    * </pre>
    *
    * <code>int64 accepted_total = 6;</code>
@@ -80,7 +80,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Its requests that were refused because it had its share.
+   * Its requests that were refused because of its limits.
    * </pre>
    *
    * <code>int64 refused_total = 7;</code>
@@ -120,7 +120,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Prompt and output tokens it may use per minute; a request beyond that is refused with
+   * Maximum prompt and output tokens per minute; a request beyond that is refused with
    * TOKEN_RATE_EXCEEDED.
    * </pre>
    *
@@ -152,7 +152,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes of its blocks in the RAM tier.
+   * Maximum of `ram_bytes`.
    * </pre>
    *
    * <code>int64 ram_limit_bytes = 14;</code>
@@ -162,8 +162,8 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Bytes of its blocks on SSD, as far as they can be told to be its own: after a restart that is
-   * when it has sent its first request.
+   * Bytes of its blocks on SSD, as far as they are known to be its own: after a restart only
+   * once it has sent its first request.
    * </pre>
    *
    * <code>int64 ssd_bytes = 15;</code>
@@ -173,7 +173,7 @@ public interface TenantStatsOrBuilder extends
 
   /**
    * <pre>
-   * Most bytes of its blocks on SSD.
+   * Maximum of `ssd_bytes`.
    * </pre>
    *
    * <code>int64 ssd_limit_bytes = 16;</code>

@@ -64,7 +64,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object piece_ = "";
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 2;</code>
@@ -85,7 +85,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 2;</code>
@@ -506,7 +506,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object piece_ = "";
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 2;</code>
@@ -526,7 +526,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 2;</code>
@@ -547,7 +547,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 2;</code>
@@ -564,7 +564,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 2;</code>
@@ -578,7 +578,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 2;</code>

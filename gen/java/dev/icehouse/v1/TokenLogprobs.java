@@ -6,8 +6,8 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What the model thought of one token. Of the model's own distribution: temperature, filters,
- * penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
+ * The log probability of one token, in the model's own distribution: temperature, filters,
+ * penalties, bias, bad words and response formats are applied later, so a drawn token can have any rank.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.TokenLogprobs}
@@ -82,7 +82,7 @@ private static final long serialVersionUID = 0L;
   private int rank_ = 0;
   /**
    * <pre>
-   * Its place among all tokens, 1 for the likeliest.
+   * Its rank among all tokens, 1 for the most likely.
    * </pre>
    *
    * <code>int32 rank = 3;</code>
@@ -98,7 +98,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object piece_ = "";
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 4;</code>
@@ -119,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 4;</code>
@@ -145,7 +145,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.TopLogprob> top_;
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -156,7 +156,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -168,7 +168,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -179,7 +179,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -190,7 +190,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -266,10 +266,10 @@ private static final long serialVersionUID = 0L;
   private int textOffset_ = 0;
   /**
    * <pre>
-   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-   * Absent: a token of the prompt.
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+   * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+   * text. Not set: a token of the prompt.
    * </pre>
    *
    * <code>optional int32 text_offset = 7;</code>
@@ -281,10 +281,10 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-   * Absent: a token of the prompt.
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+   * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+   * text. Not set: a token of the prompt.
    * </pre>
    *
    * <code>optional int32 text_offset = 7;</code>
@@ -530,8 +530,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the model thought of one token. Of the model's own distribution: temperature, filters,
-   * penalties, bias, bad words and response formats come after it, so a drawn token can have any rank.
+   * The log probability of one token, in the model's own distribution: temperature, filters,
+   * penalties, bias, bad words and response formats are applied later, so a drawn token can have any rank.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.TokenLogprobs}
@@ -959,7 +959,7 @@ private static final long serialVersionUID = 0L;
     private int rank_ ;
     /**
      * <pre>
-     * Its place among all tokens, 1 for the likeliest.
+     * Its rank among all tokens, 1 for the most likely.
      * </pre>
      *
      * <code>int32 rank = 3;</code>
@@ -971,7 +971,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place among all tokens, 1 for the likeliest.
+     * Its rank among all tokens, 1 for the most likely.
      * </pre>
      *
      * <code>int32 rank = 3;</code>
@@ -987,7 +987,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Its place among all tokens, 1 for the likeliest.
+     * Its rank among all tokens, 1 for the most likely.
      * </pre>
      *
      * <code>int32 rank = 3;</code>
@@ -1003,7 +1003,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object piece_ = "";
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 4;</code>
@@ -1023,7 +1023,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 4;</code>
@@ -1044,7 +1044,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 4;</code>
@@ -1061,7 +1061,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 4;</code>
@@ -1075,7 +1075,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+     * The vocabulary's own spelling, only for display: a token can be part of a character.
      * </pre>
      *
      * <code>string piece = 4;</code>
@@ -1106,7 +1106,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1120,7 +1120,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1134,7 +1134,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1148,7 +1148,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1169,7 +1169,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1187,7 +1187,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1207,7 +1207,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1228,7 +1228,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1246,7 +1246,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1264,7 +1264,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1283,7 +1283,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1300,7 +1300,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1317,7 +1317,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1328,7 +1328,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1342,7 +1342,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1357,7 +1357,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1368,7 +1368,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1380,7 +1380,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The likeliest tokens, falling; `top_count` of them.
+     * The most likely tokens, the most likely first; `top_count` of them.
      * </pre>
      *
      * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -1719,10 +1719,10 @@ private static final long serialVersionUID = 0L;
     private int textOffset_ ;
     /**
      * <pre>
-     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-     * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-     * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-     * Absent: a token of the prompt.
+     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+     * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+     * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+     * text. Not set: a token of the prompt.
      * </pre>
      *
      * <code>optional int32 text_offset = 7;</code>
@@ -1734,10 +1734,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-     * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-     * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-     * Absent: a token of the prompt.
+     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+     * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+     * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+     * text. Not set: a token of the prompt.
      * </pre>
      *
      * <code>optional int32 text_offset = 7;</code>
@@ -1749,10 +1749,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-     * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-     * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-     * Absent: a token of the prompt.
+     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+     * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+     * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+     * text. Not set: a token of the prompt.
      * </pre>
      *
      * <code>optional int32 text_offset = 7;</code>
@@ -1768,10 +1768,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-     * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-     * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-     * Absent: a token of the prompt.
+     * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+     * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+     * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+     * text. Not set: a token of the prompt.
      * </pre>
      *
      * <code>optional int32 text_offset = 7;</code>

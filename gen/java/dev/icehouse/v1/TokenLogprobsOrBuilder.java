@@ -30,7 +30,7 @@ public interface TokenLogprobsOrBuilder extends
 
   /**
    * <pre>
-   * Its place among all tokens, 1 for the likeliest.
+   * Its rank among all tokens, 1 for the most likely.
    * </pre>
    *
    * <code>int32 rank = 3;</code>
@@ -40,7 +40,7 @@ public interface TokenLogprobsOrBuilder extends
 
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 4;</code>
@@ -49,7 +49,7 @@ public interface TokenLogprobsOrBuilder extends
   java.lang.String getPiece();
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 4;</code>
@@ -60,7 +60,7 @@ public interface TokenLogprobsOrBuilder extends
 
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -69,7 +69,7 @@ public interface TokenLogprobsOrBuilder extends
       getTopList();
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -77,7 +77,7 @@ public interface TokenLogprobsOrBuilder extends
   dev.icehouse.v1.TopLogprob getTop(int index);
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -85,7 +85,7 @@ public interface TokenLogprobsOrBuilder extends
   int getTopCount();
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -94,7 +94,7 @@ public interface TokenLogprobsOrBuilder extends
       getTopOrBuilderList();
   /**
    * <pre>
-   * The likeliest tokens, falling; `top_count` of them.
+   * The most likely tokens, the most likely first; `top_count` of them.
    * </pre>
    *
    * <code>repeated .icehouse.v1.TopLogprob top = 5;</code>
@@ -148,10 +148,10 @@ public interface TokenLogprobsOrBuilder extends
 
   /**
    * <pre>
-   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-   * Absent: a token of the prompt.
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+   * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+   * text. Not set: a token of the prompt.
    * </pre>
    *
    * <code>optional int32 text_offset = 7;</code>
@@ -160,10 +160,10 @@ public interface TokenLogprobsOrBuilder extends
   boolean hasTextOffset();
   /**
    * <pre>
-   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is a part
-   * of. The output is meant as it was generated, before reasoning and tool calls are told apart and a stop
-   * string is cut off, so the last tokens of an output that a stop string ended can lie behind its text.
-   * Absent: a token of the prompt.
+   * Where its text begins in the output, in bytes of UTF-8: at the character that its first byte is part
+   * of. This is the output as it was generated, before reasoning and tool calls are separated and a stop
+   * string is cut off, so the last tokens of an output that a stop string ended can lie after the end of its
+   * text. Not set: a token of the prompt.
    * </pre>
    *
    * <code>optional int32 text_offset = 7;</code>

@@ -20,7 +20,7 @@ public interface TokenOrBuilder extends
 
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 2;</code>
@@ -29,7 +29,7 @@ public interface TokenOrBuilder extends
   java.lang.String getPiece();
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only: a token can be a part of a character.
+   * The vocabulary's own spelling, only for display: a token can be part of a character.
    * </pre>
    *
    * <code>string piece = 2;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A prompt that the caller has tokenized. Nothing is added to it, no start token either.
+ * A prompt that the caller has tokenized. Nothing is added to it, not even a start token.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.TokenPrompt}
@@ -33,13 +33,13 @@ private static final long serialVersionUID = 0L;
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_TokenPrompt_descriptor;
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_TokenPrompt_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable
+    return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
             dev.icehouse.v1.TokenPrompt.class, dev.icehouse.v1.TokenPrompt.Builder.class);
   }
@@ -265,7 +265,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A prompt that the caller has tokenized. Nothing is added to it, no start token either.
+   * A prompt that the caller has tokenized. Nothing is added to it, not even a start token.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.TokenPrompt}
@@ -276,13 +276,13 @@ private static final long serialVersionUID = 0L;
       dev.icehouse.v1.TokenPromptOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_TokenPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_TokenPrompt_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_TokenPrompt_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
               dev.icehouse.v1.TokenPrompt.class, dev.icehouse.v1.TokenPrompt.Builder.class);
     }
@@ -308,7 +308,7 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.Prompt.internal_static_icehouse_v1_TokenPrompt_descriptor;
+      return dev.icehouse.v1.PromptOuterClass.internal_static_icehouse_v1_TokenPrompt_descriptor;
     }
 
     @java.lang.Override

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Tokens one after the other.
+ * Consecutive tokens.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.TokenSequence}
@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
       emptyIntList();
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>
@@ -63,7 +63,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>
@@ -74,7 +74,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>
@@ -262,7 +262,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Tokens one after the other.
+   * Consecutive tokens.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.TokenSequence}
@@ -461,7 +461,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -474,7 +474,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -485,7 +485,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -497,7 +497,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -516,7 +516,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -533,7 +533,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>
@@ -551,7 +551,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Their ids, each inside the vocabulary.
+     * Their ids, each in the vocabulary.
      * </pre>
      *
      * <code>repeated int32 ids = 1;</code>

@@ -10,7 +10,7 @@ public interface TokenSequenceOrBuilder extends
 
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>
@@ -19,7 +19,7 @@ public interface TokenSequenceOrBuilder extends
   java.util.List<java.lang.Integer> getIdsList();
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>
@@ -28,7 +28,7 @@ public interface TokenSequenceOrBuilder extends
   int getIdsCount();
   /**
    * <pre>
-   * Their ids, each inside the vocabulary.
+   * Their ids, each in the vocabulary.
    * </pre>
    *
    * <code>repeated int32 ids = 1;</code>

@@ -22,7 +22,6 @@ private static final long serialVersionUID = 0L;
   }
   private TokenizeRequest() {
     model_ = "";
-    tools_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -45,56 +44,13 @@ private static final long serialVersionUID = 0L;
             dev.icehouse.v1.TokenizeRequest.class, dev.icehouse.v1.TokenizeRequest.Builder.class);
   }
 
-  private int promptCase_ = 0;
-  @SuppressWarnings("serial")
-  private java.lang.Object prompt_;
-  public enum PromptCase
-      implements com.google.protobuf.Internal.EnumLite,
-          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
-    TEXT(2),
-    CHAT(3),
-    INFILL(4),
-    PROMPT_NOT_SET(0);
-    private final int value;
-    private PromptCase(int value) {
-      this.value = value;
-    }
-    /**
-     * @param value The number of the enum to look for.
-     * @return The enum associated with the given number.
-     * @deprecated Use {@link #forNumber(int)} instead.
-     */
-    @java.lang.Deprecated
-    public static PromptCase valueOf(int value) {
-      return forNumber(value);
-    }
-
-    public static PromptCase forNumber(int value) {
-      switch (value) {
-        case 2: return TEXT;
-        case 3: return CHAT;
-        case 4: return INFILL;
-        case 0: return PROMPT_NOT_SET;
-        default: return null;
-      }
-    }
-    public int getNumber() {
-      return this.value;
-    }
-  };
-
-  public PromptCase
-  getPromptCase() {
-    return PromptCase.forNumber(
-        promptCase_);
-  }
-
+  private int bitField0_;
   public static final int MODEL_FIELD_NUMBER = 1;
   @SuppressWarnings("serial")
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -115,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -136,215 +92,48 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int TEXT_FIELD_NUMBER = 2;
+  public static final int PROMPT_FIELD_NUMBER = 2;
+  private dev.icehouse.v1.Prompt prompt_;
   /**
    * <pre>
-   * Plain text.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return Whether the text field is set.
-   */
-  public boolean hasText() {
-    return promptCase_ == 2;
-  }
-  /**
-   * <pre>
-   * Plain text.
-   * </pre>
-   *
-   * <code>string text = 2;</code>
-   * @return The text.
-   */
-  public java.lang.String getText() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 2) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      if (promptCase_ == 2) {
-        prompt_ = s;
-      }
-      return s;
-    }
-  }
-  /**
-   * <pre>
-   * Plain text.
-   * </pre>
-   *
-   * <code>string text = 2;</code>
-   * @return The bytes for text.
-   */
-  public com.google.protobuf.ByteString
-      getTextBytes() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 2) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      if (promptCase_ == 2) {
-        prompt_ = b;
-      }
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
-  }
-
-  public static final int CHAT_FIELD_NUMBER = 3;
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return Whether the chat field is set.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return Whether the prompt field is set.
    */
   @java.lang.Override
-  public boolean hasChat() {
-    return promptCase_ == 3;
+  public boolean hasPrompt() {
+    return ((bitField0_ & 0x00000001) != 0);
   }
   /**
    * <pre>
-   * A conversation.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return The chat.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return The prompt.
    */
   @java.lang.Override
-  public dev.icehouse.v1.ChatPrompt getChat() {
-    if (promptCase_ == 3) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+  public dev.icehouse.v1.Prompt getPrompt() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
   }
   /**
    * <pre>
-   * A conversation.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
    */
   @java.lang.Override
-  public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-    if (promptCase_ == 3) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-
-  public static final int INFILL_FIELD_NUMBER = 4;
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   * @return Whether the infill field is set.
-   */
-  @java.lang.Override
-  public boolean hasInfill() {
-    return promptCase_ == 4;
-  }
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   * @return The infill.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.InfillPrompt getInfill() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.InfillPrompt) prompt_;
-    }
-    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.InfillPrompt) prompt_;
-    }
-    return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-  }
-
-  public static final int TOOLS_FIELD_NUMBER = 10;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.Tool> tools_;
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public int getToolsCount() {
-    return tools_.size();
-  }
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.Tool getTools(int index) {
-    return tools_.get(index);
-  }
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index) {
-    return tools_.get(index);
+  public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -364,17 +153,8 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 1, model_);
     }
-    if (promptCase_ == 2) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 2, prompt_);
-    }
-    if (promptCase_ == 3) {
-      output.writeMessage(3, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 4) {
-      output.writeMessage(4, (dev.icehouse.v1.InfillPrompt) prompt_);
-    }
-    for (int i = 0; i < tools_.size(); i++) {
-      output.writeMessage(10, tools_.get(i));
+    if (((bitField0_ & 0x00000001) != 0)) {
+      output.writeMessage(2, getPrompt());
     }
     getUnknownFields().writeTo(output);
   }
@@ -388,20 +168,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, model_);
     }
-    if (promptCase_ == 2) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, prompt_);
-    }
-    if (promptCase_ == 3) {
+    if (((bitField0_ & 0x00000001) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 4) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(4, (dev.icehouse.v1.InfillPrompt) prompt_);
-    }
-    for (int i = 0; i < tools_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, tools_.get(i));
+        .computeMessageSize(2, getPrompt());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -420,24 +189,10 @@ private static final long serialVersionUID = 0L;
 
     if (!getModel()
         .equals(other.getModel())) return false;
-    if (!getToolsList()
-        .equals(other.getToolsList())) return false;
-    if (!getPromptCase().equals(other.getPromptCase())) return false;
-    switch (promptCase_) {
-      case 2:
-        if (!getText()
-            .equals(other.getText())) return false;
-        break;
-      case 3:
-        if (!getChat()
-            .equals(other.getChat())) return false;
-        break;
-      case 4:
-        if (!getInfill()
-            .equals(other.getInfill())) return false;
-        break;
-      case 0:
-      default:
+    if (hasPrompt() != other.hasPrompt()) return false;
+    if (hasPrompt()) {
+      if (!getPrompt()
+          .equals(other.getPrompt())) return false;
     }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
@@ -452,25 +207,9 @@ private static final long serialVersionUID = 0L;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + MODEL_FIELD_NUMBER;
     hash = (53 * hash) + getModel().hashCode();
-    if (getToolsCount() > 0) {
-      hash = (37 * hash) + TOOLS_FIELD_NUMBER;
-      hash = (53 * hash) + getToolsList().hashCode();
-    }
-    switch (promptCase_) {
-      case 2:
-        hash = (37 * hash) + TEXT_FIELD_NUMBER;
-        hash = (53 * hash) + getText().hashCode();
-        break;
-      case 3:
-        hash = (37 * hash) + CHAT_FIELD_NUMBER;
-        hash = (53 * hash) + getChat().hashCode();
-        break;
-      case 4:
-        hash = (37 * hash) + INFILL_FIELD_NUMBER;
-        hash = (53 * hash) + getInfill().hashCode();
-        break;
-      case 0:
-      default:
+    if (hasPrompt()) {
+      hash = (37 * hash) + PROMPT_FIELD_NUMBER;
+      hash = (53 * hash) + getPrompt().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -595,34 +334,30 @@ private static final long serialVersionUID = 0L;
 
     // Construct using dev.icehouse.v1.TokenizeRequest.newBuilder()
     private Builder() {
-
+      maybeForceBuilderInitialization();
     }
 
     private Builder(
         com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
       super(parent);
-
+      maybeForceBuilderInitialization();
+    }
+    private void maybeForceBuilderInitialization() {
+      if (com.google.protobuf.GeneratedMessageV3
+              .alwaysUseFieldBuilders) {
+        getPromptFieldBuilder();
+      }
     }
     @java.lang.Override
     public Builder clear() {
       super.clear();
       bitField0_ = 0;
       model_ = "";
-      if (chatBuilder_ != null) {
-        chatBuilder_.clear();
-      }
-      if (infillBuilder_ != null) {
-        infillBuilder_.clear();
-      }
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-      } else {
-        tools_ = null;
-        toolsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000010);
-      promptCase_ = 0;
       prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
+      }
       return this;
     }
 
@@ -649,23 +384,9 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public dev.icehouse.v1.TokenizeRequest buildPartial() {
       dev.icehouse.v1.TokenizeRequest result = new dev.icehouse.v1.TokenizeRequest(this);
-      buildPartialRepeatedFields(result);
       if (bitField0_ != 0) { buildPartial0(result); }
-      buildPartialOneofs(result);
       onBuilt();
       return result;
-    }
-
-    private void buildPartialRepeatedFields(dev.icehouse.v1.TokenizeRequest result) {
-      if (toolsBuilder_ == null) {
-        if (((bitField0_ & 0x00000010) != 0)) {
-          tools_ = java.util.Collections.unmodifiableList(tools_);
-          bitField0_ = (bitField0_ & ~0x00000010);
-        }
-        result.tools_ = tools_;
-      } else {
-        result.tools_ = toolsBuilder_.build();
-      }
     }
 
     private void buildPartial0(dev.icehouse.v1.TokenizeRequest result) {
@@ -673,19 +394,14 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000001) != 0)) {
         result.model_ = model_;
       }
-    }
-
-    private void buildPartialOneofs(dev.icehouse.v1.TokenizeRequest result) {
-      result.promptCase_ = promptCase_;
-      result.prompt_ = this.prompt_;
-      if (promptCase_ == 3 &&
-          chatBuilder_ != null) {
-        result.prompt_ = chatBuilder_.build();
+      int to_bitField0_ = 0;
+      if (((from_bitField0_ & 0x00000002) != 0)) {
+        result.prompt_ = promptBuilder_ == null
+            ? prompt_
+            : promptBuilder_.build();
+        to_bitField0_ |= 0x00000001;
       }
-      if (promptCase_ == 4 &&
-          infillBuilder_ != null) {
-        result.prompt_ = infillBuilder_.build();
-      }
+      result.bitField0_ |= to_bitField0_;
     }
 
     @java.lang.Override
@@ -737,50 +453,8 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000001;
         onChanged();
       }
-      if (toolsBuilder_ == null) {
-        if (!other.tools_.isEmpty()) {
-          if (tools_.isEmpty()) {
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000010);
-          } else {
-            ensureToolsIsMutable();
-            tools_.addAll(other.tools_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.tools_.isEmpty()) {
-          if (toolsBuilder_.isEmpty()) {
-            toolsBuilder_.dispose();
-            toolsBuilder_ = null;
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000010);
-            toolsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getToolsFieldBuilder() : null;
-          } else {
-            toolsBuilder_.addAllMessages(other.tools_);
-          }
-        }
-      }
-      switch (other.getPromptCase()) {
-        case TEXT: {
-          promptCase_ = 2;
-          prompt_ = other.prompt_;
-          onChanged();
-          break;
-        }
-        case CHAT: {
-          mergeChat(other.getChat());
-          break;
-        }
-        case INFILL: {
-          mergeInfill(other.getInfill());
-          break;
-        }
-        case PROMPT_NOT_SET: {
-          break;
-        }
+      if (other.hasPrompt()) {
+        mergePrompt(other.getPrompt());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -814,38 +488,12 @@ private static final long serialVersionUID = 0L;
               break;
             } // case 10
             case 18: {
-              java.lang.String s = input.readStringRequireUtf8();
-              promptCase_ = 2;
-              prompt_ = s;
+              input.readMessage(
+                  getPromptFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000002;
               break;
             } // case 18
-            case 26: {
-              input.readMessage(
-                  getChatFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 3;
-              break;
-            } // case 26
-            case 34: {
-              input.readMessage(
-                  getInfillFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 4;
-              break;
-            } // case 34
-            case 82: {
-              dev.icehouse.v1.Tool m =
-                  input.readMessage(
-                      dev.icehouse.v1.Tool.parser(),
-                      extensionRegistry);
-              if (toolsBuilder_ == null) {
-                ensureToolsIsMutable();
-                tools_.add(m);
-              } else {
-                toolsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 82
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -861,27 +509,12 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
-    private int promptCase_ = 0;
-    private java.lang.Object prompt_;
-    public PromptCase
-        getPromptCase() {
-      return PromptCase.forNumber(
-          promptCase_);
-    }
-
-    public Builder clearPrompt() {
-      promptCase_ = 0;
-      prompt_ = null;
-      onChanged();
-      return this;
-    }
-
     private int bitField0_;
 
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -901,7 +534,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -922,7 +555,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -939,7 +572,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -953,7 +586,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -970,789 +603,179 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return Whether the text field is set.
-     */
-    @java.lang.Override
-    public boolean hasText() {
-      return promptCase_ == 2;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return The text.
-     */
-    @java.lang.Override
-    public java.lang.String getText() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 2) {
-        ref = prompt_;
-      }
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        if (promptCase_ == 2) {
-          prompt_ = s;
-        }
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return The bytes for text.
-     */
-    @java.lang.Override
-    public com.google.protobuf.ByteString
-        getTextBytes() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 2) {
-        ref = prompt_;
-      }
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        if (promptCase_ == 2) {
-          prompt_ = b;
-        }
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @param value The text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setText(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      promptCase_ = 2;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearText() {
-      if (promptCase_ == 2) {
-        promptCase_ = 0;
-        prompt_ = null;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 2;</code>
-     * @param value The bytes for text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setTextBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      promptCase_ = 2;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-
+    private dev.icehouse.v1.Prompt prompt_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> chatBuilder_;
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> promptBuilder_;
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     * @return Whether the chat field is set.
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     * @return Whether the prompt field is set.
      */
-    @java.lang.Override
-    public boolean hasChat() {
-      return promptCase_ == 3;
+    public boolean hasPrompt() {
+      return ((bitField0_ & 0x00000002) != 0);
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     * @return The chat.
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     * @return The prompt.
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPrompt getChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 3) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+    public dev.icehouse.v1.Prompt getPrompt() {
+      if (promptBuilder_ == null) {
+        return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       } else {
-        if (promptCase_ == 3) {
-          return chatBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return promptBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder setChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
         prompt_ = value;
-        onChanged();
       } else {
-        chatBuilder_.setMessage(value);
+        promptBuilder_.setMessage(value);
       }
-      promptCase_ = 3;
+      bitField0_ |= 0x00000002;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder setChat(
-        dev.icehouse.v1.ChatPrompt.Builder builderForValue) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(
+        dev.icehouse.v1.Prompt.Builder builderForValue) {
+      if (promptBuilder_ == null) {
         prompt_ = builderForValue.build();
-        onChanged();
       } else {
-        chatBuilder_.setMessage(builderForValue.build());
+        promptBuilder_.setMessage(builderForValue.build());
       }
-      promptCase_ = 3;
+      bitField0_ |= 0x00000002;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public Builder mergeChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 3 &&
-            prompt_ != dev.icehouse.v1.ChatPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.newBuilder((dev.icehouse.v1.ChatPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
+    public Builder mergePrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
+        if (((bitField0_ & 0x00000002) != 0) &&
+          prompt_ != null &&
+          prompt_ != dev.icehouse.v1.Prompt.getDefaultInstance()) {
+          getPromptBuilder().mergeFrom(value);
         } else {
           prompt_ = value;
         }
+      } else {
+        promptBuilder_.mergeFrom(value);
+      }
+      if (prompt_ != null) {
+        bitField0_ |= 0x00000002;
         onChanged();
-      } else {
-        if (promptCase_ == 3) {
-          chatBuilder_.mergeFrom(value);
-        } else {
-          chatBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 3;
-      return this;
-    }
-    /**
-     * <pre>
-     * A conversation.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-     */
-    public Builder clearChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 3) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 3) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        chatBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    public dev.icehouse.v1.ChatPrompt.Builder getChatBuilder() {
-      return getChatFieldBuilder().getBuilder();
+    public Builder clearPrompt() {
+      bitField0_ = (bitField0_ & ~0x00000002);
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
+      }
+      onChanged();
+      return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-      if ((promptCase_ == 3) && (chatBuilder_ != null)) {
-        return chatBuilder_.getMessageOrBuilder();
+    public dev.icehouse.v1.Prompt.Builder getPromptBuilder() {
+      bitField0_ |= 0x00000002;
+      onChanged();
+      return getPromptFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
+     * </pre>
+     *
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
+     */
+    public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+      if (promptBuilder_ != null) {
+        return promptBuilder_.getMessageOrBuilder();
       } else {
-        if (promptCase_ == 3) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return prompt_ == null ?
+            dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+     * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+     * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
+     * <code>.icehouse.v1.Prompt prompt = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> 
-        getChatFieldBuilder() {
-      if (chatBuilder_ == null) {
-        if (!(promptCase_ == 3)) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-        }
-        chatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder>(
-                (dev.icehouse.v1.ChatPrompt) prompt_,
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> 
+        getPromptFieldBuilder() {
+      if (promptBuilder_ == null) {
+        promptBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder>(
+                getPrompt(),
                 getParentForChildren(),
                 isClean());
         prompt_ = null;
       }
-      promptCase_ = 3;
-      onChanged();
-      return chatBuilder_;
-    }
-
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> infillBuilder_;
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     * @return Whether the infill field is set.
-     */
-    @java.lang.Override
-    public boolean hasInfill() {
-      return promptCase_ == 4;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     * @return The infill.
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.InfillPrompt getInfill() {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.InfillPrompt) prompt_;
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      } else {
-        if (promptCase_ == 4) {
-          return infillBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    public Builder setInfill(dev.icehouse.v1.InfillPrompt value) {
-      if (infillBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        prompt_ = value;
-        onChanged();
-      } else {
-        infillBuilder_.setMessage(value);
-      }
-      promptCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    public Builder setInfill(
-        dev.icehouse.v1.InfillPrompt.Builder builderForValue) {
-      if (infillBuilder_ == null) {
-        prompt_ = builderForValue.build();
-        onChanged();
-      } else {
-        infillBuilder_.setMessage(builderForValue.build());
-      }
-      promptCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    public Builder mergeInfill(dev.icehouse.v1.InfillPrompt value) {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 4 &&
-            prompt_ != dev.icehouse.v1.InfillPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.InfillPrompt.newBuilder((dev.icehouse.v1.InfillPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
-        } else {
-          prompt_ = value;
-        }
-        onChanged();
-      } else {
-        if (promptCase_ == 4) {
-          infillBuilder_.mergeFrom(value);
-        } else {
-          infillBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    public Builder clearInfill() {
-      if (infillBuilder_ == null) {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        infillBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    public dev.icehouse.v1.InfillPrompt.Builder getInfillBuilder() {
-      return getInfillFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder() {
-      if ((promptCase_ == 4) && (infillBuilder_ != null)) {
-        return infillBuilder_.getMessageOrBuilder();
-      } else {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.InfillPrompt) prompt_;
-        }
-        return dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Two texts with a gap.
-     * </pre>
-     *
-     * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder> 
-        getInfillFieldBuilder() {
-      if (infillBuilder_ == null) {
-        if (!(promptCase_ == 4)) {
-          prompt_ = dev.icehouse.v1.InfillPrompt.getDefaultInstance();
-        }
-        infillBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.InfillPrompt, dev.icehouse.v1.InfillPrompt.Builder, dev.icehouse.v1.InfillPromptOrBuilder>(
-                (dev.icehouse.v1.InfillPrompt) prompt_,
-                getParentForChildren(),
-                isClean());
-        prompt_ = null;
-      }
-      promptCase_ = 4;
-      onChanged();
-      return infillBuilder_;
-    }
-
-    private java.util.List<dev.icehouse.v1.Tool> tools_ =
-      java.util.Collections.emptyList();
-    private void ensureToolsIsMutable() {
-      if (!((bitField0_ & 0x00000010) != 0)) {
-        tools_ = new java.util.ArrayList<dev.icehouse.v1.Tool>(tools_);
-        bitField0_ |= 0x00000010;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> toolsBuilder_;
-
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-      if (toolsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(tools_);
-      } else {
-        return toolsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public int getToolsCount() {
-      if (toolsBuilder_ == null) {
-        return tools_.size();
-      } else {
-        return toolsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool getTools(int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);
-      } else {
-        return toolsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.set(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addAllTools(
-        java.lang.Iterable<? extends dev.icehouse.v1.Tool> values) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, tools_);
-        onChanged();
-      } else {
-        toolsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder clearTools() {
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000010);
-        onChanged();
-      } else {
-        toolsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder removeTools(int index) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.remove(index);
-        onChanged();
-      } else {
-        toolsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder getToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-        int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);  } else {
-        return toolsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-         getToolsOrBuilderList() {
-      if (toolsBuilder_ != null) {
-        return toolsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(tools_);
-      }
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder() {
-      return getToolsFieldBuilder().addBuilder(
-          dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * Tools that the conversation's template shows, as for Generate. Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool.Builder> 
-         getToolsBuilderList() {
-      return getToolsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> 
-        getToolsFieldBuilder() {
-      if (toolsBuilder_ == null) {
-        toolsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder>(
-                tools_,
-                ((bitField0_ & 0x00000010) != 0),
-                getParentForChildren(),
-                isClean());
-        tools_ = null;
-      }
-      return toolsBuilder_;
+      return promptBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

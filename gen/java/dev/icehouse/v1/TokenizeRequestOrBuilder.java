@@ -10,7 +10,7 @@ public interface TokenizeRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface TokenizeRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model whose tokenizer to use; else NOT_FOUND. Absent: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -30,130 +30,34 @@ public interface TokenizeRequestOrBuilder extends
 
   /**
    * <pre>
-   * Plain text.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return Whether the text field is set.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return Whether the prompt field is set.
    */
-  boolean hasText();
+  boolean hasPrompt();
   /**
    * <pre>
-   * Plain text.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return The text.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return The prompt.
    */
-  java.lang.String getText();
+  dev.icehouse.v1.Prompt getPrompt();
   /**
    * <pre>
-   * Plain text.
+   * What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
+   * may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
+   * 1,048,576 characters where that is more, otherwise PROMPT_TOO_LONG. Adapters do not change tokens.
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return The bytes for text.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
    */
-  com.google.protobuf.ByteString
-      getTextBytes();
-
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return Whether the chat field is set.
-   */
-  boolean hasChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return The chat.
-   */
-  dev.icehouse.v1.ChatPrompt getChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   */
-  dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder();
-
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   * @return Whether the infill field is set.
-   */
-  boolean hasInfill();
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   * @return The infill.
-   */
-  dev.icehouse.v1.InfillPrompt getInfill();
-  /**
-   * <pre>
-   * Two texts with a gap.
-   * </pre>
-   *
-   * <code>.icehouse.v1.InfillPrompt infill = 4;</code>
-   */
-  dev.icehouse.v1.InfillPromptOrBuilder getInfillOrBuilder();
-
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<dev.icehouse.v1.Tool> 
-      getToolsList();
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.Tool getTools(int index);
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  int getToolsCount();
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList();
-  /**
-   * <pre>
-   * Tools that the conversation's template shows, as for Generate. Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index);
-
-  dev.icehouse.v1.TokenizeRequest.PromptCase getPromptCase();
+  dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder();
 }

@@ -49,7 +49,7 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.Token> tokens_;
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -60,7 +60,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -83,7 +83,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -94,7 +94,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -535,7 +535,7 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -549,7 +549,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -563,7 +563,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -577,7 +577,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -598,7 +598,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -616,7 +616,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -636,7 +636,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -657,7 +657,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -675,7 +675,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -693,7 +693,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -712,7 +712,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -729,7 +729,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -746,7 +746,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -757,7 +757,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -771,7 +771,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -786,7 +786,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -797,7 +797,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -809,7 +809,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tokens in order, start tokens included.
+     * The tokens in order, including start tokens.
      * </pre>
      *
      * <code>repeated .icehouse.v1.Token tokens = 1;</code>

@@ -10,7 +10,7 @@ public interface TokenizeResponseOrBuilder extends
 
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -19,7 +19,7 @@ public interface TokenizeResponseOrBuilder extends
       getTokensList();
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -27,7 +27,7 @@ public interface TokenizeResponseOrBuilder extends
   dev.icehouse.v1.Token getTokens(int index);
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -35,7 +35,7 @@ public interface TokenizeResponseOrBuilder extends
   int getTokensCount();
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>
@@ -44,7 +44,7 @@ public interface TokenizeResponseOrBuilder extends
       getTokensOrBuilderList();
   /**
    * <pre>
-   * The tokens in order, start tokens included.
+   * The tokens in order, including start tokens.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Token tokens = 1;</code>

@@ -51,7 +51,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -98,7 +98,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object description_ = "";
   /**
    * <pre>
-   * What it does, in words for the model. Absent: none is shown.
+   * What it does, in words for the model. Default: none is shown.
    * </pre>
    *
    * <code>string description = 2;</code>
@@ -119,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What it does, in words for the model. Absent: none is shown.
+   * What it does, in words for the model. Default: none is shown.
    * </pre>
    *
    * <code>string description = 2;</code>
@@ -146,7 +146,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-   * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+   * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
    * </pre>
    *
    * <code>string parameters_json = 3;</code>
@@ -168,7 +168,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-   * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+   * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
    * </pre>
    *
    * <code>string parameters_json = 3;</code>
@@ -193,12 +193,12 @@ private static final long serialVersionUID = 0L;
   private boolean strict_ = false;
   /**
    * <pre>
-   * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-   * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-   * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-   * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-   * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-   * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+   * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+   * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+   * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+   * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+   * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+   * model does not write arguments as JSON. It does not change the prompt. Default: false.
    * </pre>
    *
    * <code>bool strict = 4;</code>
@@ -614,7 +614,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -634,7 +634,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -655,7 +655,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -672,7 +672,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -686,7 +686,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -706,7 +706,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object description_ = "";
     /**
      * <pre>
-     * What it does, in words for the model. Absent: none is shown.
+     * What it does, in words for the model. Default: none is shown.
      * </pre>
      *
      * <code>string description = 2;</code>
@@ -726,7 +726,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it does, in words for the model. Absent: none is shown.
+     * What it does, in words for the model. Default: none is shown.
      * </pre>
      *
      * <code>string description = 2;</code>
@@ -747,7 +747,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it does, in words for the model. Absent: none is shown.
+     * What it does, in words for the model. Default: none is shown.
      * </pre>
      *
      * <code>string description = 2;</code>
@@ -764,7 +764,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it does, in words for the model. Absent: none is shown.
+     * What it does, in words for the model. Default: none is shown.
      * </pre>
      *
      * <code>string description = 2;</code>
@@ -778,7 +778,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What it does, in words for the model. Absent: none is shown.
+     * What it does, in words for the model. Default: none is shown.
      * </pre>
      *
      * <code>string description = 2;</code>
@@ -799,7 +799,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-     * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+     * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
      * </pre>
      *
      * <code>string parameters_json = 3;</code>
@@ -820,7 +820,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-     * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+     * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
      * </pre>
      *
      * <code>string parameters_json = 3;</code>
@@ -842,7 +842,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-     * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+     * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
      * </pre>
      *
      * <code>string parameters_json = 3;</code>
@@ -860,7 +860,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-     * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+     * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
      * </pre>
      *
      * <code>string parameters_json = 3;</code>
@@ -875,7 +875,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-     * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+     * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
      * </pre>
      *
      * <code>string parameters_json = 3;</code>
@@ -895,12 +895,12 @@ private static final long serialVersionUID = 0L;
     private boolean strict_ ;
     /**
      * <pre>
-     * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-     * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-     * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-     * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+     * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+     * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+     * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+     * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+     * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+     * model does not write arguments as JSON. It does not change the prompt. Default: false.
      * </pre>
      *
      * <code>bool strict = 4;</code>
@@ -912,12 +912,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-     * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-     * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-     * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+     * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+     * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+     * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+     * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+     * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+     * model does not write arguments as JSON. It does not change the prompt. Default: false.
      * </pre>
      *
      * <code>bool strict = 4;</code>
@@ -933,12 +933,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-     * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-     * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-     * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-     * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-     * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+     * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+     * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+     * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+     * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+     * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+     * model does not write arguments as JSON. It does not change the prompt. Default: false.
      * </pre>
      *
      * <code>bool strict = 4;</code>

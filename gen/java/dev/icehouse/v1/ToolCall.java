@@ -51,8 +51,8 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object id_ = "";
   /**
    * <pre>
-   * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-   * where its format has one, otherwise 9 letters and digits made for it.
+   * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+   * id where its format has one, otherwise 9 generated letters and digits.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -73,8 +73,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-   * where its format has one, otherwise 9 letters and digits made for it.
+   * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+   * id where its format has one, otherwise 9 generated letters and digits.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -100,7 +100,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The tool called: one of those on offer.
+   * The tool called, one of those offered.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -121,7 +121,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The tool called: one of those on offer.
+   * The tool called, one of those offered.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -147,9 +147,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object argumentsJson_ = "";
   /**
    * <pre>
-   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-   * a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+   * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+   * text: a template that needs an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -170,9 +170,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-   * a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+   * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+   * text: a template that needs an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -197,9 +197,9 @@ private static final long serialVersionUID = 0L;
   private boolean repaired_ = false;
   /**
    * <pre>
-   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-   * `arguments` and the like. The arguments are what it means. Absent: no.
+   * Whether the model's syntax was wrong but unambiguous: a
+   * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+   * `arguments` and the like. The arguments are what was meant.
    * </pre>
    *
    * <code>bool repaired = 4;</code>
@@ -615,8 +615,8 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object id_ = "";
     /**
      * <pre>
-     * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-     * where its format has one, otherwise 9 letters and digits made for it.
+     * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+     * id where its format has one, otherwise 9 generated letters and digits.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -636,8 +636,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-     * where its format has one, otherwise 9 letters and digits made for it.
+     * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+     * id where its format has one, otherwise 9 generated letters and digits.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -658,8 +658,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-     * where its format has one, otherwise 9 letters and digits made for it.
+     * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+     * id where its format has one, otherwise 9 generated letters and digits.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -676,8 +676,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-     * where its format has one, otherwise 9 letters and digits made for it.
+     * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+     * id where its format has one, otherwise 9 generated letters and digits.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -691,8 +691,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-     * where its format has one, otherwise 9 letters and digits made for it.
+     * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+     * id where its format has one, otherwise 9 generated letters and digits.
      * </pre>
      *
      * <code>string id = 1;</code>
@@ -712,7 +712,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The tool called: one of those on offer.
+     * The tool called, one of those offered.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -732,7 +732,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called: one of those on offer.
+     * The tool called, one of those offered.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -753,7 +753,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called: one of those on offer.
+     * The tool called, one of those offered.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -770,7 +770,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called: one of those on offer.
+     * The tool called, one of those offered.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -784,7 +784,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The tool called: one of those on offer.
+     * The tool called, one of those offered.
      * </pre>
      *
      * <code>string name = 2;</code>
@@ -804,9 +804,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object argumentsJson_ = "";
     /**
      * <pre>
-     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-     * a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+     * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+     * text: a template that needs an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -826,9 +826,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-     * a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+     * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+     * text: a template that needs an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -849,9 +849,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-     * a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+     * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+     * text: a template that needs an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -868,9 +868,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-     * a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+     * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+     * text: a template that needs an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -884,9 +884,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-     * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-     * a template that wants an object gets one with the text in it.
+     * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+     * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+     * text: a template that needs an object gets one with the text in it.
      * </pre>
      *
      * <code>string arguments_json = 3;</code>
@@ -906,9 +906,9 @@ private static final long serialVersionUID = 0L;
     private boolean repaired_ ;
     /**
      * <pre>
-     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * Whether the model's syntax was wrong but unambiguous: a
+     * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+     * `arguments` and the like. The arguments are what was meant.
      * </pre>
      *
      * <code>bool repaired = 4;</code>
@@ -920,9 +920,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * Whether the model's syntax was wrong but unambiguous: a
+     * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+     * `arguments` and the like. The arguments are what was meant.
      * </pre>
      *
      * <code>bool repaired = 4;</code>
@@ -938,9 +938,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-     * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-     * `arguments` and the like. The arguments are what it means. Absent: no.
+     * Whether the model's syntax was wrong but unambiguous: a
+     * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+     * `arguments` and the like. The arguments are what was meant.
      * </pre>
      *
      * <code>bool repaired = 4;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private int index_ = 0;
   /**
    * <pre>
-   * Which call of this output, from 0 in order of appearance.
+   * Which call of this output, from 0 in the order of appearance.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -206,7 +206,7 @@ private static final long serialVersionUID = 0L;
   private boolean withdrawn_ = false;
   /**
    * <pre>
-   * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+   * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
    * delta with `malformed_tool_call`.
    * </pre>
    *
@@ -222,7 +222,7 @@ private static final long serialVersionUID = 0L;
   private boolean repaired_ = false;
   /**
    * <pre>
-   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
    * </pre>
    *
    * <code>bool repaired = 6;</code>
@@ -685,7 +685,7 @@ private static final long serialVersionUID = 0L;
     private int index_ ;
     /**
      * <pre>
-     * Which call of this output, from 0 in order of appearance.
+     * Which call of this output, from 0 in the order of appearance.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -697,7 +697,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Which call of this output, from 0 in order of appearance.
+     * Which call of this output, from 0 in the order of appearance.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -713,7 +713,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Which call of this output, from 0 in order of appearance.
+     * Which call of this output, from 0 in the order of appearance.
      * </pre>
      *
      * <code>int32 index = 1;</code>
@@ -1005,7 +1005,7 @@ private static final long serialVersionUID = 0L;
     private boolean withdrawn_ ;
     /**
      * <pre>
-     * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+     * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
      * delta with `malformed_tool_call`.
      * </pre>
      *
@@ -1018,7 +1018,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+     * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
      * delta with `malformed_tool_call`.
      * </pre>
      *
@@ -1035,7 +1035,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+     * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
      * delta with `malformed_tool_call`.
      * </pre>
      *
@@ -1052,7 +1052,7 @@ private static final long serialVersionUID = 0L;
     private boolean repaired_ ;
     /**
      * <pre>
-     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
      * </pre>
      *
      * <code>bool repaired = 6;</code>
@@ -1064,7 +1064,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
      * </pre>
      *
      * <code>bool repaired = 6;</code>
@@ -1080,7 +1080,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+     * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
      * </pre>
      *
      * <code>bool repaired = 6;</code>

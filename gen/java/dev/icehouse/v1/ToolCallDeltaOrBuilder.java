@@ -10,7 +10,7 @@ public interface ToolCallDeltaOrBuilder extends
 
   /**
    * <pre>
-   * Which call of this output, from 0 in order of appearance.
+   * Which call of this output, from 0 in the order of appearance.
    * </pre>
    *
    * <code>int32 index = 1;</code>
@@ -80,7 +80,7 @@ public interface ToolCallDeltaOrBuilder extends
 
   /**
    * <pre>
-   * The call of this index turned out to be malformed: forget what came for it. Its text follows as a
+   * The call with this index turned out to be malformed: discard what came for it. Its text follows as a
    * delta with `malformed_tool_call`.
    * </pre>
    *
@@ -91,7 +91,7 @@ public interface ToolCallDeltaOrBuilder extends
 
   /**
    * <pre>
-   * The call was repaired, as in ToolCall. It comes with the last piece of a call, which may have nothing else.
+   * The call was repaired, as in ToolCall. Set in the last piece of a call, which may have nothing else.
    * </pre>
    *
    * <code>bool repaired = 6;</code>

@@ -10,8 +10,8 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-   * where its format has one, otherwise 9 letters and digits made for it.
+   * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+   * id where its format has one, otherwise 9 generated letters and digits.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -20,8 +20,8 @@ public interface ToolCallOrBuilder extends
   java.lang.String getId();
   /**
    * <pre>
-   * The call's name in the conversation; a "tool" message answers it by `tool_call_id`. The model's own
-   * where its format has one, otherwise 9 letters and digits made for it.
+   * The call's id in the conversation, which the `tool_call_id` of its result refers to. The model's own
+   * id where its format has one, otherwise 9 generated letters and digits.
    * </pre>
    *
    * <code>string id = 1;</code>
@@ -32,7 +32,7 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * The tool called: one of those on offer.
+   * The tool called, one of those offered.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -41,7 +41,7 @@ public interface ToolCallOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The tool called: one of those on offer.
+   * The tool called, one of those offered.
    * </pre>
    *
    * <code>string name = 2;</code>
@@ -52,9 +52,9 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-   * a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+   * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+   * text: a template that needs an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -63,9 +63,9 @@ public interface ToolCallOrBuilder extends
   java.lang.String getArgumentsJson();
   /**
    * <pre>
-   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is no call
-   * but a MalformedToolCall. In a request, where another model may have written it badly, it may be any text:
-   * a template that wants an object gets one with the text in it.
+   * The arguments, the text of one JSON object that fits the tool's schema. What does not fit is not a call
+   * but a MalformedToolCall. In a request, where another model may have written it incorrectly, it may be any
+   * text: a template that needs an object gets one with the text in it.
    * </pre>
    *
    * <code>string arguments_json = 3;</code>
@@ -76,9 +76,9 @@ public interface ToolCallOrBuilder extends
 
   /**
    * <pre>
-   * Whether the model wrote it otherwise than its notation wants, in a way that can mean one thing only: a
-   * line break inside a string, a comma too many, brackets left open at the end, `parameters` in the place of
-   * `arguments` and the like. The arguments are what it means. Absent: no.
+   * Whether the model's syntax was wrong but unambiguous: a
+   * line break inside a string, an extra comma, brackets left open at the end, `parameters` instead of
+   * `arguments` and the like. The arguments are what was meant.
    * </pre>
    *
    * <code>bool repaired = 4;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * Whether, and which tool, the model calls.
+ * Whether the model calls tools, and which.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.ToolChoice}
@@ -52,7 +52,7 @@ private static final long serialVersionUID = 0L;
   private int mode_ = 0;
   /**
    * <pre>
-   * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+   * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
    * TOOL_CHOICE_INVALID.
    * </pre>
    *
@@ -64,7 +64,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+   * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
    * TOOL_CHOICE_INVALID.
    * </pre>
    *
@@ -132,8 +132,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -146,8 +147,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -159,8 +161,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -173,8 +176,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -190,8 +194,8 @@ private static final long serialVersionUID = 0L;
   private boolean parallelToolCalls_ = false;
   /**
    * <pre>
-   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-   * `strict` tool. Absent: true.
+   * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+   * `strict` tool. Default: true.
    * </pre>
    *
    * <code>optional bool parallel_tool_calls = 4;</code>
@@ -203,8 +207,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-   * `strict` tool. Absent: true.
+   * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+   * `strict` tool. Default: true.
    * </pre>
    *
    * <code>optional bool parallel_tool_calls = 4;</code>
@@ -417,7 +421,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Whether, and which tool, the model calls.
+   * Whether the model calls tools, and which.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.ToolChoice}
@@ -641,7 +645,7 @@ private static final long serialVersionUID = 0L;
     private int mode_ = 0;
     /**
      * <pre>
-     * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+     * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
      * TOOL_CHOICE_INVALID.
      * </pre>
      *
@@ -653,7 +657,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+     * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
      * TOOL_CHOICE_INVALID.
      * </pre>
      *
@@ -669,7 +673,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+     * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
      * TOOL_CHOICE_INVALID.
      * </pre>
      *
@@ -683,7 +687,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+     * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
      * TOOL_CHOICE_INVALID.
      * </pre>
      *
@@ -702,7 +706,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+     * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
      * TOOL_CHOICE_INVALID.
      * </pre>
      *
@@ -824,8 +828,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -839,8 +844,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -852,8 +858,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -866,8 +873,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -881,8 +889,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -902,8 +911,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -922,8 +932,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -942,8 +953,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -959,8 +971,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-     * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+     * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+     * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+     * Default: all.
      * </pre>
      *
      * <code>repeated string allowed = 3;</code>
@@ -981,8 +994,8 @@ private static final long serialVersionUID = 0L;
     private boolean parallelToolCalls_ ;
     /**
      * <pre>
-     * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-     * `strict` tool. Absent: true.
+     * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+     * `strict` tool. Default: true.
      * </pre>
      *
      * <code>optional bool parallel_tool_calls = 4;</code>
@@ -994,8 +1007,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-     * `strict` tool. Absent: true.
+     * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+     * `strict` tool. Default: true.
      * </pre>
      *
      * <code>optional bool parallel_tool_calls = 4;</code>
@@ -1007,8 +1020,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-     * `strict` tool. Absent: true.
+     * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+     * `strict` tool. Default: true.
      * </pre>
      *
      * <code>optional bool parallel_tool_calls = 4;</code>
@@ -1024,8 +1037,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-     * `strict` tool. Absent: true.
+     * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+     * `strict` tool. Default: true.
      * </pre>
      *
      * <code>optional bool parallel_tool_calls = 4;</code>

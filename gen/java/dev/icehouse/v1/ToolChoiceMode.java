@@ -15,7 +15,7 @@ public enum ToolChoiceMode
     implements com.google.protobuf.ProtocolMessageEnum {
   /**
    * <pre>
-   * As TOOL_CHOICE_MODE_AUTO.
+   * Same as TOOL_CHOICE_MODE_AUTO.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_UNSPECIFIED = 0;</code>
@@ -31,7 +31,7 @@ public enum ToolChoiceMode
   TOOL_CHOICE_MODE_AUTO(1),
   /**
    * <pre>
-   * No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+   * No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
    * blocks are reused; what looks like a call is delivered as text.
    * </pre>
    *
@@ -40,7 +40,7 @@ public enum ToolChoiceMode
   TOOL_CHOICE_MODE_NONE(2),
   /**
    * <pre>
-   * The output is a call of one of the tools: the prompt ends with its beginning.
+   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_REQUIRED = 3;</code>
@@ -48,7 +48,7 @@ public enum ToolChoiceMode
   TOOL_CHOICE_MODE_REQUIRED(3),
   /**
    * <pre>
-   * The output is a call of the tool called `name`: the prompt ends with its beginning.
+   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_NAMED = 4;</code>
@@ -59,7 +59,7 @@ public enum ToolChoiceMode
 
   /**
    * <pre>
-   * As TOOL_CHOICE_MODE_AUTO.
+   * Same as TOOL_CHOICE_MODE_AUTO.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_UNSPECIFIED = 0;</code>
@@ -75,7 +75,7 @@ public enum ToolChoiceMode
   public static final int TOOL_CHOICE_MODE_AUTO_VALUE = 1;
   /**
    * <pre>
-   * No call is made. The tools are still shown, so that the prompt stays that of the other turns and its
+   * No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
    * blocks are reused; what looks like a call is delivered as text.
    * </pre>
    *
@@ -84,7 +84,7 @@ public enum ToolChoiceMode
   public static final int TOOL_CHOICE_MODE_NONE_VALUE = 2;
   /**
    * <pre>
-   * The output is a call of one of the tools: the prompt ends with its beginning.
+   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_REQUIRED = 3;</code>
@@ -92,7 +92,7 @@ public enum ToolChoiceMode
   public static final int TOOL_CHOICE_MODE_REQUIRED_VALUE = 3;
   /**
    * <pre>
-   * The output is a call of the tool called `name`: the prompt ends with its beginning.
+   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_NAMED = 4;</code>

@@ -10,7 +10,7 @@ public interface ToolChoiceOrBuilder extends
 
   /**
    * <pre>
-   * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+   * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
    * TOOL_CHOICE_INVALID.
    * </pre>
    *
@@ -20,7 +20,7 @@ public interface ToolChoiceOrBuilder extends
   int getModeValue();
   /**
    * <pre>
-   * How it is chosen. Without tools only AUTO and NONE make sense; others are refused with
+   * How the tool is chosen. Without tools only AUTO and NONE are accepted; others are refused with
    * TOOL_CHOICE_INVALID.
    * </pre>
    *
@@ -54,8 +54,9 @@ public interface ToolChoiceOrBuilder extends
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -66,8 +67,9 @@ public interface ToolChoiceOrBuilder extends
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -77,8 +79,9 @@ public interface ToolChoiceOrBuilder extends
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -89,8 +92,9 @@ public interface ToolChoiceOrBuilder extends
   /**
    * <pre>
    * The tools that may be called, by name, for TOOL_CHOICE_MODE_AUTO and REQUIRED; each must be one of the
-   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt stays that of the other
-   * turns. Calls of others do not come; the output is constrained for that as by a `strict` tool. Absent: all.
+   * request's (TOOL_CHOICE_INVALID). All tools are still shown, so that the prompt is the same as in the other
+   * turns. Calls of other tools do not occur; for that the output is constrained as by a `strict` tool.
+   * Default: all.
    * </pre>
    *
    * <code>repeated string allowed = 3;</code>
@@ -102,8 +106,8 @@ public interface ToolChoiceOrBuilder extends
 
   /**
    * <pre>
-   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-   * `strict` tool. Absent: true.
+   * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+   * `strict` tool. Default: true.
    * </pre>
    *
    * <code>optional bool parallel_tool_calls = 4;</code>
@@ -112,8 +116,8 @@ public interface ToolChoiceOrBuilder extends
   boolean hasParallelToolCalls();
   /**
    * <pre>
-   * Whether one output may have several calls. Where it is false the output is constrained to one, as by a
-   * `strict` tool. Absent: true.
+   * Whether one output may have several calls. Where it is false, the output is constrained to one call, as by a
+   * `strict` tool. Default: true.
    * </pre>
    *
    * <code>optional bool parallel_tool_calls = 4;</code>

@@ -10,7 +10,7 @@ public interface ToolOrBuilder extends
 
   /**
    * <pre>
-   * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -19,7 +19,7 @@ public interface ToolOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * How the model names it: 1 to 64 of [A-Za-z0-9_.-], each name once in a request; else TOOL_INVALID.
+   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -30,7 +30,7 @@ public interface ToolOrBuilder extends
 
   /**
    * <pre>
-   * What it does, in words for the model. Absent: none is shown.
+   * What it does, in words for the model. Default: none is shown.
    * </pre>
    *
    * <code>string description = 2;</code>
@@ -39,7 +39,7 @@ public interface ToolOrBuilder extends
   java.lang.String getDescription();
   /**
    * <pre>
-   * What it does, in words for the model. Absent: none is shown.
+   * What it does, in words for the model. Default: none is shown.
    * </pre>
    *
    * <code>string description = 2;</code>
@@ -51,7 +51,7 @@ public interface ToolOrBuilder extends
   /**
    * <pre>
    * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-   * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+   * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
    * </pre>
    *
    * <code>string parameters_json = 3;</code>
@@ -61,7 +61,7 @@ public interface ToolOrBuilder extends
   /**
    * <pre>
    * The JSON schema of its arguments: the text of one JSON object, whose keys keep their order.
-   * Refused with TOOL_INVALID when it is no JSON object. Absent: an object without properties.
+   * Refused with TOOL_INVALID when it is not a JSON object. Default: an object without properties.
    * </pre>
    *
    * <code>string parameters_json = 3;</code>
@@ -72,12 +72,12 @@ public interface ToolOrBuilder extends
 
   /**
    * <pre>
-   * Keeps the arguments of this tool's calls to `parameters_json`, in the way and with the limits of
-   * ResponseFormat's `json_schema`: arguments that the schema does not name do not come, unless it says so
-   * with `additionalProperties`. A schema that cannot be kept to is refused with TOOL_INVALID. Names of
-   * tools that are not offered, and calls that cannot be read, then do not come either, of any tool of the
-   * request. Tokens are drawn one a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
-   * model does not write arguments as JSON. It changes nothing of the prompt. Absent: no.
+   * Constrains the arguments of this tool's calls to `parameters_json`, in the same way and with the same limits
+   * as ResponseFormat's `json_schema`: arguments that the schema does not name do not occur, unless
+   * `additionalProperties` allows them. A schema that cannot be enforced is refused with TOOL_INVALID. Names of
+   * tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
+   * request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
+   * model does not write arguments as JSON. It does not change the prompt. Default: false.
    * </pre>
    *
    * <code>bool strict = 4;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A token that could have stood in some place.
+ * A token that was possible at some position.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.TopLogprob}
@@ -79,7 +79,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object piece_ = "";
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only.
+   * The vocabulary's own spelling, only for display.
    * </pre>
    *
    * <code>string piece = 3;</code>
@@ -100,7 +100,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only.
+   * The vocabulary's own spelling, only for display.
    * </pre>
    *
    * <code>string piece = 3;</code>
@@ -303,7 +303,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A token that could have stood in some place.
+   * A token that was possible at some position.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.TopLogprob}
@@ -590,7 +590,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object piece_ = "";
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only.
+     * The vocabulary's own spelling, only for display.
      * </pre>
      *
      * <code>string piece = 3;</code>
@@ -610,7 +610,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only.
+     * The vocabulary's own spelling, only for display.
      * </pre>
      *
      * <code>string piece = 3;</code>
@@ -631,7 +631,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only.
+     * The vocabulary's own spelling, only for display.
      * </pre>
      *
      * <code>string piece = 3;</code>
@@ -648,7 +648,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only.
+     * The vocabulary's own spelling, only for display.
      * </pre>
      *
      * <code>string piece = 3;</code>
@@ -662,7 +662,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The vocabulary's own spelling, for reading only.
+     * The vocabulary's own spelling, only for display.
      * </pre>
      *
      * <code>string piece = 3;</code>

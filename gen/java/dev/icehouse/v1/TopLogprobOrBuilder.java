@@ -30,7 +30,7 @@ public interface TopLogprobOrBuilder extends
 
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only.
+   * The vocabulary's own spelling, only for display.
    * </pre>
    *
    * <code>string piece = 3;</code>
@@ -39,7 +39,7 @@ public interface TopLogprobOrBuilder extends
   java.lang.String getPiece();
   /**
    * <pre>
-   * The vocabulary's own spelling, for reading only.
+   * The vocabulary's own spelling, only for display.
    * </pre>
    *
    * <code>string piece = 3;</code>

@@ -10,7 +10,7 @@ public interface UnpinRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface UnpinRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -30,182 +30,55 @@ public interface UnpinRequestOrBuilder extends
 
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return Whether the text field is set.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return Whether the prompt field is set.
    */
-  boolean hasText();
+  boolean hasPrompt();
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return The text.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
+   * @return The prompt.
    */
-  java.lang.String getText();
+  dev.icehouse.v1.Prompt getPrompt();
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 2;</code>
-   * @return The bytes for text.
+   * <code>.icehouse.v1.Prompt prompt = 2;</code>
    */
-  com.google.protobuf.ByteString
-      getTextBytes();
+  dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder();
 
   /**
    * <pre>
-   * A conversation.
+   * Whose prompt it is. Default: the default tenant's.
    * </pre>
    *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return Whether the chat field is set.
-   */
-  boolean hasChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   * @return The chat.
-   */
-  dev.icehouse.v1.ChatPrompt getChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 3;</code>
-   */
-  dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder();
-
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   * @return Whether the tokens field is set.
-   */
-  boolean hasTokens();
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   * @return The tokens.
-   */
-  dev.icehouse.v1.TokenPrompt getTokens();
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 4;</code>
-   */
-  dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder();
-
-  /**
-   * <pre>
-   * Whose prompt it is. Absent: the default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 5;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    * @return Whether the cache field is set.
    */
   boolean hasCache();
   /**
    * <pre>
-   * Whose prompt it is. Absent: the default tenant.
+   * Whose prompt it is. Default: the default tenant's.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 5;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    * @return The cache.
    */
   dev.icehouse.v1.CachePolicy getCache();
   /**
    * <pre>
-   * Whose prompt it is. Absent: the default tenant.
+   * Whose prompt it is. Default: the default tenant's.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 5;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    */
   dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder();
-
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<dev.icehouse.v1.Tool> 
-      getToolsList();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.Tool getTools(int index);
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  int getToolsCount();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index);
-
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
-   */
-  java.lang.String getAdapter();
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
-   */
-  com.google.protobuf.ByteString
-      getAdapterBytes();
-
-  dev.icehouse.v1.UnpinRequest.PromptCase getPromptCase();
 }

@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private int blockCount_ = 0;
   /**
    * <pre>
-   * Blocks of the prompt whose pin was taken off.
+   * Blocks of the prompt that were unpinned.
    * </pre>
    *
    * <code>int32 block_count = 1;</code>
@@ -467,7 +467,7 @@ private static final long serialVersionUID = 0L;
     private int blockCount_ ;
     /**
      * <pre>
-     * Blocks of the prompt whose pin was taken off.
+     * Blocks of the prompt that were unpinned.
      * </pre>
      *
      * <code>int32 block_count = 1;</code>
@@ -479,7 +479,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks of the prompt whose pin was taken off.
+     * Blocks of the prompt that were unpinned.
      * </pre>
      *
      * <code>int32 block_count = 1;</code>
@@ -495,7 +495,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks of the prompt whose pin was taken off.
+     * Blocks of the prompt that were unpinned.
      * </pre>
      *
      * <code>int32 block_count = 1;</code>

@@ -10,7 +10,7 @@ public interface UnpinResponseOrBuilder extends
 
   /**
    * <pre>
-   * Blocks of the prompt whose pin was taken off.
+   * Blocks of the prompt that were unpinned.
    * </pre>
    *
    * <code>int32 block_count = 1;</code>

@@ -49,7 +49,7 @@ private static final long serialVersionUID = 0L;
   private int promptTokens_ = 0;
   /**
    * <pre>
-   * Tokens of the prompt, chat template and start tokens included.
+   * Tokens of the prompt, including chat template and start tokens.
    * </pre>
    *
    * <code>int32 prompt_tokens = 1;</code>
@@ -109,7 +109,7 @@ private static final long serialVersionUID = 0L;
   private int outputTokens_ = 0;
   /**
    * <pre>
-   * Tokens generated, an end token included.
+   * Tokens generated, including an end token.
    * </pre>
    *
    * <code>int32 output_tokens = 5;</code>
@@ -124,7 +124,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration queueDuration_;
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -136,7 +136,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -148,7 +148,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -162,7 +162,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration restoreDuration_;
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -174,7 +174,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -186,7 +186,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -276,7 +276,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration timeToFirstToken_;
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -288,7 +288,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -300,7 +300,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -314,7 +314,7 @@ private static final long serialVersionUID = 0L;
   private com.google.protobuf.Duration totalDuration_;
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -326,7 +326,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -338,7 +338,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -348,14 +348,14 @@ private static final long serialVersionUID = 0L;
     return totalDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : totalDuration_;
   }
 
-  public static final int IMAGE_TOKENS_FIELD_NUMBER = 28;
+  public static final int IMAGE_TOKENS_FIELD_NUMBER = 12;
   private int imageTokens_ = 0;
   /**
    * <pre>
-   * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+   * Of `prompt_tokens`, those that stand for images, including separators between their parts.
    * </pre>
    *
-   * <code>int32 image_tokens = 28;</code>
+   * <code>int32 image_tokens = 12;</code>
    * @return The imageTokens.
    */
   @java.lang.Override
@@ -363,14 +363,14 @@ private static final long serialVersionUID = 0L;
     return imageTokens_;
   }
 
-  public static final int DRAFT_TOKENS_FIELD_NUMBER = 25;
+  public static final int DRAFT_TOKENS_FIELD_NUMBER = 13;
   private int draftTokens_ = 0;
   /**
    * <pre>
    * Tokens that speculation guessed. 0 without speculation.
    * </pre>
    *
-   * <code>int32 draft_tokens = 25;</code>
+   * <code>int32 draft_tokens = 13;</code>
    * @return The draftTokens.
    */
   @java.lang.Override
@@ -378,14 +378,14 @@ private static final long serialVersionUID = 0L;
     return draftTokens_;
   }
 
-  public static final int ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER = 26;
+  public static final int ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER = 14;
   private int acceptedDraftTokens_ = 0;
   /**
    * <pre>
    * Of these, tokens that became output; each saved a step.
    * </pre>
    *
-   * <code>int32 accepted_draft_tokens = 26;</code>
+   * <code>int32 accepted_draft_tokens = 14;</code>
    * @return The acceptedDraftTokens.
    */
   @java.lang.Override
@@ -393,15 +393,15 @@ private static final long serialVersionUID = 0L;
     return acceptedDraftTokens_;
   }
 
-  public static final int SPECULATION_LIMIT_FIELD_NUMBER = 27;
+  public static final int SPECULATION_LIMIT_FIELD_NUMBER = 15;
   private int speculationLimit_ = 0;
   /**
    * <pre>
-   * Why the request decoded plainly, from its start or from some token on, though it asked for
+   * Why the request decoded plainly, from its start or from some token on, although it asked for
    * speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
    * @return The enum numeric value on the wire for speculationLimit.
    */
   @java.lang.Override public int getSpeculationLimitValue() {
@@ -409,11 +409,11 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Why the request decoded plainly, from its start or from some token on, though it asked for
+   * Why the request decoded plainly, from its start or from some token on, although it asked for
    * speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
    * @return The speculationLimit.
    */
   @java.lang.Override public dev.icehouse.v1.SpeculationLimit getSpeculationLimit() {
@@ -421,15 +421,15 @@ private static final long serialVersionUID = 0L;
     return result == null ? dev.icehouse.v1.SpeculationLimit.UNRECOGNIZED : result;
   }
 
-  public static final int REASONING_TOKENS_FIELD_NUMBER = 29;
+  public static final int REASONING_TOKENS_FIELD_NUMBER = 16;
   private int reasoningTokens_ = 0;
   /**
    * <pre>
-   * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-   * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+   * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+   * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
    * </pre>
    *
-   * <code>int32 reasoning_tokens = 29;</code>
+   * <code>int32 reasoning_tokens = 16;</code>
    * @return The reasoningTokens.
    */
   @java.lang.Override
@@ -484,20 +484,20 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000020) != 0)) {
       output.writeMessage(11, getTotalDuration());
     }
+    if (imageTokens_ != 0) {
+      output.writeInt32(12, imageTokens_);
+    }
     if (draftTokens_ != 0) {
-      output.writeInt32(25, draftTokens_);
+      output.writeInt32(13, draftTokens_);
     }
     if (acceptedDraftTokens_ != 0) {
-      output.writeInt32(26, acceptedDraftTokens_);
+      output.writeInt32(14, acceptedDraftTokens_);
     }
     if (speculationLimit_ != dev.icehouse.v1.SpeculationLimit.SPECULATION_LIMIT_UNSPECIFIED.getNumber()) {
-      output.writeEnum(27, speculationLimit_);
-    }
-    if (imageTokens_ != 0) {
-      output.writeInt32(28, imageTokens_);
+      output.writeEnum(15, speculationLimit_);
     }
     if (reasoningTokens_ != 0) {
-      output.writeInt32(29, reasoningTokens_);
+      output.writeInt32(16, reasoningTokens_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -552,25 +552,25 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(11, getTotalDuration());
     }
+    if (imageTokens_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(12, imageTokens_);
+    }
     if (draftTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(25, draftTokens_);
+        .computeInt32Size(13, draftTokens_);
     }
     if (acceptedDraftTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(26, acceptedDraftTokens_);
+        .computeInt32Size(14, acceptedDraftTokens_);
     }
     if (speculationLimit_ != dev.icehouse.v1.SpeculationLimit.SPECULATION_LIMIT_UNSPECIFIED.getNumber()) {
       size += com.google.protobuf.CodedOutputStream
-        .computeEnumSize(27, speculationLimit_);
-    }
-    if (imageTokens_ != 0) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(28, imageTokens_);
+        .computeEnumSize(15, speculationLimit_);
     }
     if (reasoningTokens_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(29, reasoningTokens_);
+        .computeInt32Size(16, reasoningTokens_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -1165,31 +1165,31 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000400;
               break;
             } // case 90
-            case 200: {
-              draftTokens_ = input.readInt32();
-              bitField0_ |= 0x00001000;
-              break;
-            } // case 200
-            case 208: {
-              acceptedDraftTokens_ = input.readInt32();
-              bitField0_ |= 0x00002000;
-              break;
-            } // case 208
-            case 216: {
-              speculationLimit_ = input.readEnum();
-              bitField0_ |= 0x00004000;
-              break;
-            } // case 216
-            case 224: {
+            case 96: {
               imageTokens_ = input.readInt32();
               bitField0_ |= 0x00000800;
               break;
-            } // case 224
-            case 232: {
+            } // case 96
+            case 104: {
+              draftTokens_ = input.readInt32();
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 104
+            case 112: {
+              acceptedDraftTokens_ = input.readInt32();
+              bitField0_ |= 0x00002000;
+              break;
+            } // case 112
+            case 120: {
+              speculationLimit_ = input.readEnum();
+              bitField0_ |= 0x00004000;
+              break;
+            } // case 120
+            case 128: {
               reasoningTokens_ = input.readInt32();
               bitField0_ |= 0x00008000;
               break;
-            } // case 232
+            } // case 128
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1210,7 +1210,7 @@ private static final long serialVersionUID = 0L;
     private int promptTokens_ ;
     /**
      * <pre>
-     * Tokens of the prompt, chat template and start tokens included.
+     * Tokens of the prompt, including chat template and start tokens.
      * </pre>
      *
      * <code>int32 prompt_tokens = 1;</code>
@@ -1222,7 +1222,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of the prompt, chat template and start tokens included.
+     * Tokens of the prompt, including chat template and start tokens.
      * </pre>
      *
      * <code>int32 prompt_tokens = 1;</code>
@@ -1238,7 +1238,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens of the prompt, chat template and start tokens included.
+     * Tokens of the prompt, including chat template and start tokens.
      * </pre>
      *
      * <code>int32 prompt_tokens = 1;</code>
@@ -1386,7 +1386,7 @@ private static final long serialVersionUID = 0L;
     private int outputTokens_ ;
     /**
      * <pre>
-     * Tokens generated, an end token included.
+     * Tokens generated, including an end token.
      * </pre>
      *
      * <code>int32 output_tokens = 5;</code>
@@ -1398,7 +1398,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens generated, an end token included.
+     * Tokens generated, including an end token.
      * </pre>
      *
      * <code>int32 output_tokens = 5;</code>
@@ -1414,7 +1414,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Tokens generated, an end token included.
+     * Tokens generated, including an end token.
      * </pre>
      *
      * <code>int32 output_tokens = 5;</code>
@@ -1432,7 +1432,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> queueDurationBuilder_;
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1443,7 +1443,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1458,7 +1458,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1478,7 +1478,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1496,7 +1496,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1521,7 +1521,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1538,7 +1538,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1550,7 +1550,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1565,7 +1565,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival until the request left the queue.
+     * From the receipt of the request until it left the queue.
      * </pre>
      *
      * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -1589,7 +1589,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> restoreDurationBuilder_;
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1600,7 +1600,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1615,7 +1615,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1635,7 +1635,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1653,7 +1653,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1678,7 +1678,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1695,7 +1695,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1707,7 +1707,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -1722,7 +1722,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Restoring cached blocks, within the prefill of the request.
+     * Restoring cached blocks, as part of the prefill of the request.
      * </pre>
      *
      * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -2060,7 +2060,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> timeToFirstTokenBuilder_;
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2071,7 +2071,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2086,7 +2086,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2106,7 +2106,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2124,7 +2124,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2149,7 +2149,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2166,7 +2166,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2178,7 +2178,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2193,7 +2193,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the first output token (TTFT).
+     * From the receipt of the request to the first output token (TTFT).
      * </pre>
      *
      * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -2217,7 +2217,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> totalDurationBuilder_;
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2228,7 +2228,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2243,7 +2243,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2263,7 +2263,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2281,7 +2281,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2306,7 +2306,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2323,7 +2323,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2335,7 +2335,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2350,7 +2350,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * From arrival to the end.
+     * From the receipt of the request to its end.
      * </pre>
      *
      * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -2372,10 +2372,10 @@ private static final long serialVersionUID = 0L;
     private int imageTokens_ ;
     /**
      * <pre>
-     * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+     * Of `prompt_tokens`, those that stand for images, including separators between their parts.
      * </pre>
      *
-     * <code>int32 image_tokens = 28;</code>
+     * <code>int32 image_tokens = 12;</code>
      * @return The imageTokens.
      */
     @java.lang.Override
@@ -2384,10 +2384,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+     * Of `prompt_tokens`, those that stand for images, including separators between their parts.
      * </pre>
      *
-     * <code>int32 image_tokens = 28;</code>
+     * <code>int32 image_tokens = 12;</code>
      * @param value The imageTokens to set.
      * @return This builder for chaining.
      */
@@ -2400,10 +2400,10 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+     * Of `prompt_tokens`, those that stand for images, including separators between their parts.
      * </pre>
      *
-     * <code>int32 image_tokens = 28;</code>
+     * <code>int32 image_tokens = 12;</code>
      * @return This builder for chaining.
      */
     public Builder clearImageTokens() {
@@ -2419,7 +2419,7 @@ private static final long serialVersionUID = 0L;
      * Tokens that speculation guessed. 0 without speculation.
      * </pre>
      *
-     * <code>int32 draft_tokens = 25;</code>
+     * <code>int32 draft_tokens = 13;</code>
      * @return The draftTokens.
      */
     @java.lang.Override
@@ -2431,7 +2431,7 @@ private static final long serialVersionUID = 0L;
      * Tokens that speculation guessed. 0 without speculation.
      * </pre>
      *
-     * <code>int32 draft_tokens = 25;</code>
+     * <code>int32 draft_tokens = 13;</code>
      * @param value The draftTokens to set.
      * @return This builder for chaining.
      */
@@ -2447,7 +2447,7 @@ private static final long serialVersionUID = 0L;
      * Tokens that speculation guessed. 0 without speculation.
      * </pre>
      *
-     * <code>int32 draft_tokens = 25;</code>
+     * <code>int32 draft_tokens = 13;</code>
      * @return This builder for chaining.
      */
     public Builder clearDraftTokens() {
@@ -2463,7 +2463,7 @@ private static final long serialVersionUID = 0L;
      * Of these, tokens that became output; each saved a step.
      * </pre>
      *
-     * <code>int32 accepted_draft_tokens = 26;</code>
+     * <code>int32 accepted_draft_tokens = 14;</code>
      * @return The acceptedDraftTokens.
      */
     @java.lang.Override
@@ -2475,7 +2475,7 @@ private static final long serialVersionUID = 0L;
      * Of these, tokens that became output; each saved a step.
      * </pre>
      *
-     * <code>int32 accepted_draft_tokens = 26;</code>
+     * <code>int32 accepted_draft_tokens = 14;</code>
      * @param value The acceptedDraftTokens to set.
      * @return This builder for chaining.
      */
@@ -2491,7 +2491,7 @@ private static final long serialVersionUID = 0L;
      * Of these, tokens that became output; each saved a step.
      * </pre>
      *
-     * <code>int32 accepted_draft_tokens = 26;</code>
+     * <code>int32 accepted_draft_tokens = 14;</code>
      * @return This builder for chaining.
      */
     public Builder clearAcceptedDraftTokens() {
@@ -2504,11 +2504,11 @@ private static final long serialVersionUID = 0L;
     private int speculationLimit_ = 0;
     /**
      * <pre>
-     * Why the request decoded plainly, from its start or from some token on, though it asked for
+     * Why the request decoded plainly, from its start or from some token on, although it asked for
      * speculation.
      * </pre>
      *
-     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
      * @return The enum numeric value on the wire for speculationLimit.
      */
     @java.lang.Override public int getSpeculationLimitValue() {
@@ -2516,11 +2516,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the request decoded plainly, from its start or from some token on, though it asked for
+     * Why the request decoded plainly, from its start or from some token on, although it asked for
      * speculation.
      * </pre>
      *
-     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
      * @param value The enum numeric value on the wire for speculationLimit to set.
      * @return This builder for chaining.
      */
@@ -2532,11 +2532,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the request decoded plainly, from its start or from some token on, though it asked for
+     * Why the request decoded plainly, from its start or from some token on, although it asked for
      * speculation.
      * </pre>
      *
-     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
      * @return The speculationLimit.
      */
     @java.lang.Override
@@ -2546,11 +2546,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the request decoded plainly, from its start or from some token on, though it asked for
+     * Why the request decoded plainly, from its start or from some token on, although it asked for
      * speculation.
      * </pre>
      *
-     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
      * @param value The speculationLimit to set.
      * @return This builder for chaining.
      */
@@ -2565,11 +2565,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Why the request decoded plainly, from its start or from some token on, though it asked for
+     * Why the request decoded plainly, from its start or from some token on, although it asked for
      * speculation.
      * </pre>
      *
-     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+     * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
      * @return This builder for chaining.
      */
     public Builder clearSpeculationLimit() {
@@ -2582,11 +2582,11 @@ private static final long serialVersionUID = 0L;
     private int reasoningTokens_ ;
     /**
      * <pre>
-     * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-     * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+     * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+     * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
      * </pre>
      *
-     * <code>int32 reasoning_tokens = 29;</code>
+     * <code>int32 reasoning_tokens = 16;</code>
      * @return The reasoningTokens.
      */
     @java.lang.Override
@@ -2595,11 +2595,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-     * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+     * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+     * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
      * </pre>
      *
-     * <code>int32 reasoning_tokens = 29;</code>
+     * <code>int32 reasoning_tokens = 16;</code>
      * @param value The reasoningTokens to set.
      * @return This builder for chaining.
      */
@@ -2612,11 +2612,11 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-     * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+     * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+     * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
      * </pre>
      *
-     * <code>int32 reasoning_tokens = 29;</code>
+     * <code>int32 reasoning_tokens = 16;</code>
      * @return This builder for chaining.
      */
     public Builder clearReasoningTokens() {

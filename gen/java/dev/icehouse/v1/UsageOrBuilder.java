@@ -10,7 +10,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * Tokens of the prompt, chat template and start tokens included.
+   * Tokens of the prompt, including chat template and start tokens.
    * </pre>
    *
    * <code>int32 prompt_tokens = 1;</code>
@@ -50,7 +50,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * Tokens generated, an end token included.
+   * Tokens generated, including an end token.
    * </pre>
    *
    * <code>int32 output_tokens = 5;</code>
@@ -60,7 +60,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -69,7 +69,7 @@ public interface UsageOrBuilder extends
   boolean hasQueueDuration();
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -78,7 +78,7 @@ public interface UsageOrBuilder extends
   com.google.protobuf.Duration getQueueDuration();
   /**
    * <pre>
-   * From arrival until the request left the queue.
+   * From the receipt of the request until it left the queue.
    * </pre>
    *
    * <code>.google.protobuf.Duration queue_duration = 6;</code>
@@ -87,7 +87,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -96,7 +96,7 @@ public interface UsageOrBuilder extends
   boolean hasRestoreDuration();
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -105,7 +105,7 @@ public interface UsageOrBuilder extends
   com.google.protobuf.Duration getRestoreDuration();
   /**
    * <pre>
-   * Restoring cached blocks, within the prefill of the request.
+   * Restoring cached blocks, as part of the prefill of the request.
    * </pre>
    *
    * <code>.google.protobuf.Duration restore_duration = 7;</code>
@@ -168,7 +168,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -177,7 +177,7 @@ public interface UsageOrBuilder extends
   boolean hasTimeToFirstToken();
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -186,7 +186,7 @@ public interface UsageOrBuilder extends
   com.google.protobuf.Duration getTimeToFirstToken();
   /**
    * <pre>
-   * From arrival to the first output token (TTFT).
+   * From the receipt of the request to the first output token (TTFT).
    * </pre>
    *
    * <code>.google.protobuf.Duration time_to_first_token = 10;</code>
@@ -195,7 +195,7 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -204,7 +204,7 @@ public interface UsageOrBuilder extends
   boolean hasTotalDuration();
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -213,7 +213,7 @@ public interface UsageOrBuilder extends
   com.google.protobuf.Duration getTotalDuration();
   /**
    * <pre>
-   * From arrival to the end.
+   * From the receipt of the request to its end.
    * </pre>
    *
    * <code>.google.protobuf.Duration total_duration = 11;</code>
@@ -222,10 +222,10 @@ public interface UsageOrBuilder extends
 
   /**
    * <pre>
-   * Of `prompt_tokens`, those that stand for images, what is written between their parts included.
+   * Of `prompt_tokens`, those that stand for images, including separators between their parts.
    * </pre>
    *
-   * <code>int32 image_tokens = 28;</code>
+   * <code>int32 image_tokens = 12;</code>
    * @return The imageTokens.
    */
   int getImageTokens();
@@ -235,7 +235,7 @@ public interface UsageOrBuilder extends
    * Tokens that speculation guessed. 0 without speculation.
    * </pre>
    *
-   * <code>int32 draft_tokens = 25;</code>
+   * <code>int32 draft_tokens = 13;</code>
    * @return The draftTokens.
    */
   int getDraftTokens();
@@ -245,39 +245,39 @@ public interface UsageOrBuilder extends
    * Of these, tokens that became output; each saved a step.
    * </pre>
    *
-   * <code>int32 accepted_draft_tokens = 26;</code>
+   * <code>int32 accepted_draft_tokens = 14;</code>
    * @return The acceptedDraftTokens.
    */
   int getAcceptedDraftTokens();
 
   /**
    * <pre>
-   * Why the request decoded plainly, from its start or from some token on, though it asked for
+   * Why the request decoded plainly, from its start or from some token on, although it asked for
    * speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
    * @return The enum numeric value on the wire for speculationLimit.
    */
   int getSpeculationLimitValue();
   /**
    * <pre>
-   * Why the request decoded plainly, from its start or from some token on, though it asked for
+   * Why the request decoded plainly, from its start or from some token on, although it asked for
    * speculation.
    * </pre>
    *
-   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 27;</code>
+   * <code>.icehouse.v1.SpeculationLimit speculation_limit = 15;</code>
    * @return The speculationLimit.
    */
   dev.icehouse.v1.SpeculationLimit getSpeculationLimit();
 
   /**
    * <pre>
-   * Of `output_tokens`, those that the model thought with, the markers around them not included. 0 where a
-   * reply's reasoning is not told apart: of a prompt that is no chat, or a model that marks none.
+   * Of `output_tokens`, those of reasoning, without the markers around them. 0 where
+   * reasoning is not separated: without a chat prompt, or with a model that does not mark it.
    * </pre>
    *
-   * <code>int32 reasoning_tokens = 29;</code>
+   * <code>int32 reasoning_tokens = 16;</code>
    * @return The reasoningTokens.
    */
   int getReasoningTokens();

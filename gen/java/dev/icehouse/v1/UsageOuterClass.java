@@ -76,10 +76,10 @@ public final class UsageOuterClass {
       "uration\0226\n\023time_to_first_token\030\n \001(\0132\031.g" +
       "oogle.protobuf.Duration\0221\n\016total_duratio" +
       "n\030\013 \001(\0132\031.google.protobuf.Duration\022\024\n\014im" +
-      "age_tokens\030\034 \001(\005\022\024\n\014draft_tokens\030\031 \001(\005\022\035" +
-      "\n\025accepted_draft_tokens\030\032 \001(\005\0228\n\021specula" +
-      "tion_limit\030\033 \001(\0162\035.icehouse.v1.Speculati" +
-      "onLimit\022\030\n\020reasoning_tokens\030\035 \001(\005*\304\001\n\014Fi" +
+      "age_tokens\030\014 \001(\005\022\024\n\014draft_tokens\030\r \001(\005\022\035" +
+      "\n\025accepted_draft_tokens\030\016 \001(\005\0228\n\021specula" +
+      "tion_limit\030\017 \001(\0162\035.icehouse.v1.Speculati" +
+      "onLimit\022\030\n\020reasoning_tokens\030\020 \001(\005*\304\001\n\014Fi" +
       "nishReason\022\035\n\031FINISH_REASON_UNSPECIFIED\020" +
       "\000\022\034\n\030FINISH_REASON_STOP_TOKEN\020\001\022\035\n\031FINIS" +
       "H_REASON_STOP_STRING\020\002\022\030\n\024FINISH_REASON_" +

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What is done of a check.
+ * How much of a check is done.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.VerifyProgress}
@@ -92,7 +92,7 @@ private static final long serialVersionUID = 0L;
   private long blockCount_ = 0L;
   /**
    * <pre>
-   * Blocks to read in all. Those that are evicted meanwhile are not read.
+   * Blocks to read in total. Those that are evicted meanwhile are not read.
    * </pre>
    *
    * <code>int64 block_count = 4;</code>
@@ -299,7 +299,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What is done of a check.
+   * How much of a check is done.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.VerifyProgress}
@@ -640,7 +640,7 @@ private static final long serialVersionUID = 0L;
     private long blockCount_ ;
     /**
      * <pre>
-     * Blocks to read in all. Those that are evicted meanwhile are not read.
+     * Blocks to read in total. Those that are evicted meanwhile are not read.
      * </pre>
      *
      * <code>int64 block_count = 4;</code>
@@ -652,7 +652,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks to read in all. Those that are evicted meanwhile are not read.
+     * Blocks to read in total. Those that are evicted meanwhile are not read.
      * </pre>
      *
      * <code>int64 block_count = 4;</code>
@@ -668,7 +668,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks to read in all. Those that are evicted meanwhile are not read.
+     * Blocks to read in total. Those that are evicted meanwhile are not read.
      * </pre>
      *
      * <code>int64 block_count = 4;</code>

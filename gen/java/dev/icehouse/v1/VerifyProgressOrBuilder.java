@@ -40,7 +40,7 @@ public interface VerifyProgressOrBuilder extends
 
   /**
    * <pre>
-   * Blocks to read in all. Those that are evicted meanwhile are not read.
+   * Blocks to read in total. Those that are evicted meanwhile are not read.
    * </pre>
    *
    * <code>int64 block_count = 4;</code>

@@ -47,8 +47,8 @@ private static final long serialVersionUID = 0L;
   private long blockLimit_ = 0L;
   /**
    * <pre>
-   * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
-   * &gt;= 0. Absent or 0: all.
+   * Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
+   * check since the server started, then those whose check is longest ago. Default: all.
    * </pre>
    *
    * <code>int64 block_limit = 1;</code>
@@ -392,8 +392,8 @@ private static final long serialVersionUID = 0L;
     private long blockLimit_ ;
     /**
      * <pre>
-     * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
-     * &gt;= 0. Absent or 0: all.
+     * Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
+     * check since the server started, then those whose check is longest ago. Default: all.
      * </pre>
      *
      * <code>int64 block_limit = 1;</code>
@@ -405,8 +405,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
-     * &gt;= 0. Absent or 0: all.
+     * Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
+     * check since the server started, then those whose check is longest ago. Default: all.
      * </pre>
      *
      * <code>int64 block_limit = 1;</code>
@@ -422,8 +422,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
-     * &gt;= 0. Absent or 0: all.
+     * Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
+     * check since the server started, then those whose check is longest ago. Default: all.
      * </pre>
      *
      * <code>int64 block_limit = 1;</code>

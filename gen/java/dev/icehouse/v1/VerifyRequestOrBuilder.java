@@ -10,8 +10,8 @@ public interface VerifyRequestOrBuilder extends
 
   /**
    * <pre>
-   * Most blocks to read, those first that no check since the server's start has read, or the earliest one;
-   * &gt;= 0. Absent or 0: all.
+   * Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
+   * check since the server started, then those whose check is longest ago. Default: all.
    * </pre>
    *
    * <code>int64 block_limit = 1;</code>

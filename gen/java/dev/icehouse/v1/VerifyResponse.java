@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * What the check found.
+ * One event of a check.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.VerifyResponse}
@@ -21,8 +21,6 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private VerifyResponse() {
-    damagedHashes_ =
-        com.google.protobuf.LazyStringArrayList.emptyList();
   }
 
   @java.lang.Override
@@ -45,141 +43,132 @@ private static final long serialVersionUID = 0L;
             dev.icehouse.v1.VerifyResponse.class, dev.icehouse.v1.VerifyResponse.Builder.class);
   }
 
-  private int bitField0_;
-  public static final int VERIFIED_BLOCK_COUNT_FIELD_NUMBER = 1;
-  private long verifiedBlockCount_ = 0L;
-  /**
-   * <pre>
-   * Blocks read.
-   * </pre>
-   *
-   * <code>int64 verified_block_count = 1;</code>
-   * @return The verifiedBlockCount.
-   */
-  @java.lang.Override
-  public long getVerifiedBlockCount() {
-    return verifiedBlockCount_;
-  }
-
-  public static final int VERIFIED_BYTES_FIELD_NUMBER = 2;
-  private long verifiedBytes_ = 0L;
-  /**
-   * <pre>
-   * Bytes read.
-   * </pre>
-   *
-   * <code>int64 verified_bytes = 2;</code>
-   * @return The verifiedBytes.
-   */
-  @java.lang.Override
-  public long getVerifiedBytes() {
-    return verifiedBytes_;
-  }
-
-  public static final int DAMAGED_HASHES_FIELD_NUMBER = 3;
+  private int eventCase_ = 0;
   @SuppressWarnings("serial")
-  private com.google.protobuf.LazyStringArrayList damagedHashes_ =
-      com.google.protobuf.LazyStringArrayList.emptyList();
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @return A list containing the damagedHashes.
-   */
-  public com.google.protobuf.ProtocolStringList
-      getDamagedHashesList() {
-    return damagedHashes_;
-  }
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @return The count of damagedHashes.
-   */
-  public int getDamagedHashesCount() {
-    return damagedHashes_.size();
-  }
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @param index The index of the element to return.
-   * @return The damagedHashes at the given index.
-   */
-  public java.lang.String getDamagedHashes(int index) {
-    return damagedHashes_.get(index);
-  }
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @param index The index of the value to return.
-   * @return The bytes of the damagedHashes at the given index.
-   */
-  public com.google.protobuf.ByteString
-      getDamagedHashesBytes(int index) {
-    return damagedHashes_.getByteString(index);
+  private java.lang.Object event_;
+  public enum EventCase
+      implements com.google.protobuf.Internal.EnumLite,
+          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
+    PROGRESS(1),
+    DONE(2),
+    EVENT_NOT_SET(0);
+    private final int value;
+    private EventCase(int value) {
+      this.value = value;
+    }
+    /**
+     * @param value The number of the enum to look for.
+     * @return The enum associated with the given number.
+     * @deprecated Use {@link #forNumber(int)} instead.
+     */
+    @java.lang.Deprecated
+    public static EventCase valueOf(int value) {
+      return forNumber(value);
+    }
+
+    public static EventCase forNumber(int value) {
+      switch (value) {
+        case 1: return PROGRESS;
+        case 2: return DONE;
+        case 0: return EVENT_NOT_SET;
+        default: return null;
+      }
+    }
+    public int getNumber() {
+      return this.value;
+    }
+  };
+
+  public EventCase
+  getEventCase() {
+    return EventCase.forNumber(
+        eventCase_);
   }
 
-  public static final int DAMAGED_BLOCK_COUNT_FIELD_NUMBER = 4;
-  private long damagedBlockCount_ = 0L;
+  public static final int PROGRESS_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * All damaged blocks. They are in quarantine now.
+   * More blocks are read. The first one before any is; then about every 64 blocks.
    * </pre>
    *
-   * <code>int64 damaged_block_count = 4;</code>
-   * @return The damagedBlockCount.
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
   @java.lang.Override
-  public long getDamagedBlockCount() {
-    return damagedBlockCount_;
+  public boolean hasProgress() {
+    return eventCase_ == 1;
+  }
+  /**
+   * <pre>
+   * More blocks are read. The first one before any is; then about every 64 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   * @return The progress.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.VerifyProgress getProgress() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.VerifyProgress) event_;
+    }
+    return dev.icehouse.v1.VerifyProgress.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * More blocks are read. The first one before any is; then about every 64 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.VerifyProgressOrBuilder getProgressOrBuilder() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.VerifyProgress) event_;
+    }
+    return dev.icehouse.v1.VerifyProgress.getDefaultInstance();
   }
 
-  public static final int DURATION_FIELD_NUMBER = 5;
-  private com.google.protobuf.Duration duration_;
+  public static final int DONE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * How long it took.
+   * What the check found. Once, last.
    * </pre>
    *
-   * <code>.google.protobuf.Duration duration = 5;</code>
-   * @return Whether the duration field is set.
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
+   * @return Whether the done field is set.
    */
   @java.lang.Override
-  public boolean hasDuration() {
-    return ((bitField0_ & 0x00000001) != 0);
+  public boolean hasDone() {
+    return eventCase_ == 2;
   }
   /**
    * <pre>
-   * How long it took.
+   * What the check found. Once, last.
    * </pre>
    *
-   * <code>.google.protobuf.Duration duration = 5;</code>
-   * @return The duration.
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
+   * @return The done.
    */
   @java.lang.Override
-  public com.google.protobuf.Duration getDuration() {
-    return duration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : duration_;
+  public dev.icehouse.v1.VerifyResult getDone() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.VerifyResult) event_;
+    }
+    return dev.icehouse.v1.VerifyResult.getDefaultInstance();
   }
   /**
    * <pre>
-   * How long it took.
+   * What the check found. Once, last.
    * </pre>
    *
-   * <code>.google.protobuf.Duration duration = 5;</code>
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
    */
   @java.lang.Override
-  public com.google.protobuf.DurationOrBuilder getDurationOrBuilder() {
-    return duration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : duration_;
+  public dev.icehouse.v1.VerifyResultOrBuilder getDoneOrBuilder() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.VerifyResult) event_;
+    }
+    return dev.icehouse.v1.VerifyResult.getDefaultInstance();
   }
 
   private byte memoizedIsInitialized = -1;
@@ -196,20 +185,11 @@ private static final long serialVersionUID = 0L;
   @java.lang.Override
   public void writeTo(com.google.protobuf.CodedOutputStream output)
                       throws java.io.IOException {
-    if (verifiedBlockCount_ != 0L) {
-      output.writeInt64(1, verifiedBlockCount_);
+    if (eventCase_ == 1) {
+      output.writeMessage(1, (dev.icehouse.v1.VerifyProgress) event_);
     }
-    if (verifiedBytes_ != 0L) {
-      output.writeInt64(2, verifiedBytes_);
-    }
-    for (int i = 0; i < damagedHashes_.size(); i++) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 3, damagedHashes_.getRaw(i));
-    }
-    if (damagedBlockCount_ != 0L) {
-      output.writeInt64(4, damagedBlockCount_);
-    }
-    if (((bitField0_ & 0x00000001) != 0)) {
-      output.writeMessage(5, getDuration());
+    if (eventCase_ == 2) {
+      output.writeMessage(2, (dev.icehouse.v1.VerifyResult) event_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -220,29 +200,13 @@ private static final long serialVersionUID = 0L;
     if (size != -1) return size;
 
     size = 0;
-    if (verifiedBlockCount_ != 0L) {
+    if (eventCase_ == 1) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(1, verifiedBlockCount_);
+        .computeMessageSize(1, (dev.icehouse.v1.VerifyProgress) event_);
     }
-    if (verifiedBytes_ != 0L) {
+    if (eventCase_ == 2) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(2, verifiedBytes_);
-    }
-    {
-      int dataSize = 0;
-      for (int i = 0; i < damagedHashes_.size(); i++) {
-        dataSize += computeStringSizeNoTag(damagedHashes_.getRaw(i));
-      }
-      size += dataSize;
-      size += 1 * getDamagedHashesList().size();
-    }
-    if (damagedBlockCount_ != 0L) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeInt64Size(4, damagedBlockCount_);
-    }
-    if (((bitField0_ & 0x00000001) != 0)) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(5, getDuration());
+        .computeMessageSize(2, (dev.icehouse.v1.VerifyResult) event_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -259,18 +223,18 @@ private static final long serialVersionUID = 0L;
     }
     dev.icehouse.v1.VerifyResponse other = (dev.icehouse.v1.VerifyResponse) obj;
 
-    if (getVerifiedBlockCount()
-        != other.getVerifiedBlockCount()) return false;
-    if (getVerifiedBytes()
-        != other.getVerifiedBytes()) return false;
-    if (!getDamagedHashesList()
-        .equals(other.getDamagedHashesList())) return false;
-    if (getDamagedBlockCount()
-        != other.getDamagedBlockCount()) return false;
-    if (hasDuration() != other.hasDuration()) return false;
-    if (hasDuration()) {
-      if (!getDuration()
-          .equals(other.getDuration())) return false;
+    if (!getEventCase().equals(other.getEventCase())) return false;
+    switch (eventCase_) {
+      case 1:
+        if (!getProgress()
+            .equals(other.getProgress())) return false;
+        break;
+      case 2:
+        if (!getDone()
+            .equals(other.getDone())) return false;
+        break;
+      case 0:
+      default:
     }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
@@ -283,22 +247,17 @@ private static final long serialVersionUID = 0L;
     }
     int hash = 41;
     hash = (19 * hash) + getDescriptor().hashCode();
-    hash = (37 * hash) + VERIFIED_BLOCK_COUNT_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getVerifiedBlockCount());
-    hash = (37 * hash) + VERIFIED_BYTES_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getVerifiedBytes());
-    if (getDamagedHashesCount() > 0) {
-      hash = (37 * hash) + DAMAGED_HASHES_FIELD_NUMBER;
-      hash = (53 * hash) + getDamagedHashesList().hashCode();
-    }
-    hash = (37 * hash) + DAMAGED_BLOCK_COUNT_FIELD_NUMBER;
-    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
-        getDamagedBlockCount());
-    if (hasDuration()) {
-      hash = (37 * hash) + DURATION_FIELD_NUMBER;
-      hash = (53 * hash) + getDuration().hashCode();
+    switch (eventCase_) {
+      case 1:
+        hash = (37 * hash) + PROGRESS_FIELD_NUMBER;
+        hash = (53 * hash) + getProgress().hashCode();
+        break;
+      case 2:
+        hash = (37 * hash) + DONE_FIELD_NUMBER;
+        hash = (53 * hash) + getDone().hashCode();
+        break;
+      case 0:
+      default:
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -399,7 +358,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the check found.
+   * One event of a check.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.VerifyResponse}
@@ -423,34 +382,26 @@ private static final long serialVersionUID = 0L;
 
     // Construct using dev.icehouse.v1.VerifyResponse.newBuilder()
     private Builder() {
-      maybeForceBuilderInitialization();
+
     }
 
     private Builder(
         com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
       super(parent);
-      maybeForceBuilderInitialization();
-    }
-    private void maybeForceBuilderInitialization() {
-      if (com.google.protobuf.GeneratedMessageV3
-              .alwaysUseFieldBuilders) {
-        getDurationFieldBuilder();
-      }
+
     }
     @java.lang.Override
     public Builder clear() {
       super.clear();
       bitField0_ = 0;
-      verifiedBlockCount_ = 0L;
-      verifiedBytes_ = 0L;
-      damagedHashes_ =
-          com.google.protobuf.LazyStringArrayList.emptyList();
-      damagedBlockCount_ = 0L;
-      duration_ = null;
-      if (durationBuilder_ != null) {
-        durationBuilder_.dispose();
-        durationBuilder_ = null;
+      if (progressBuilder_ != null) {
+        progressBuilder_.clear();
       }
+      if (doneBuilder_ != null) {
+        doneBuilder_.clear();
+      }
+      eventCase_ = 0;
+      event_ = null;
       return this;
     }
 
@@ -478,33 +429,26 @@ private static final long serialVersionUID = 0L;
     public dev.icehouse.v1.VerifyResponse buildPartial() {
       dev.icehouse.v1.VerifyResponse result = new dev.icehouse.v1.VerifyResponse(this);
       if (bitField0_ != 0) { buildPartial0(result); }
+      buildPartialOneofs(result);
       onBuilt();
       return result;
     }
 
     private void buildPartial0(dev.icehouse.v1.VerifyResponse result) {
       int from_bitField0_ = bitField0_;
-      if (((from_bitField0_ & 0x00000001) != 0)) {
-        result.verifiedBlockCount_ = verifiedBlockCount_;
+    }
+
+    private void buildPartialOneofs(dev.icehouse.v1.VerifyResponse result) {
+      result.eventCase_ = eventCase_;
+      result.event_ = this.event_;
+      if (eventCase_ == 1 &&
+          progressBuilder_ != null) {
+        result.event_ = progressBuilder_.build();
       }
-      if (((from_bitField0_ & 0x00000002) != 0)) {
-        result.verifiedBytes_ = verifiedBytes_;
+      if (eventCase_ == 2 &&
+          doneBuilder_ != null) {
+        result.event_ = doneBuilder_.build();
       }
-      if (((from_bitField0_ & 0x00000004) != 0)) {
-        damagedHashes_.makeImmutable();
-        result.damagedHashes_ = damagedHashes_;
-      }
-      if (((from_bitField0_ & 0x00000008) != 0)) {
-        result.damagedBlockCount_ = damagedBlockCount_;
-      }
-      int to_bitField0_ = 0;
-      if (((from_bitField0_ & 0x00000010) != 0)) {
-        result.duration_ = durationBuilder_ == null
-            ? duration_
-            : durationBuilder_.build();
-        to_bitField0_ |= 0x00000001;
-      }
-      result.bitField0_ |= to_bitField0_;
     }
 
     @java.lang.Override
@@ -551,27 +495,18 @@ private static final long serialVersionUID = 0L;
 
     public Builder mergeFrom(dev.icehouse.v1.VerifyResponse other) {
       if (other == dev.icehouse.v1.VerifyResponse.getDefaultInstance()) return this;
-      if (other.getVerifiedBlockCount() != 0L) {
-        setVerifiedBlockCount(other.getVerifiedBlockCount());
-      }
-      if (other.getVerifiedBytes() != 0L) {
-        setVerifiedBytes(other.getVerifiedBytes());
-      }
-      if (!other.damagedHashes_.isEmpty()) {
-        if (damagedHashes_.isEmpty()) {
-          damagedHashes_ = other.damagedHashes_;
-          bitField0_ |= 0x00000004;
-        } else {
-          ensureDamagedHashesIsMutable();
-          damagedHashes_.addAll(other.damagedHashes_);
+      switch (other.getEventCase()) {
+        case PROGRESS: {
+          mergeProgress(other.getProgress());
+          break;
         }
-        onChanged();
-      }
-      if (other.getDamagedBlockCount() != 0L) {
-        setDamagedBlockCount(other.getDamagedBlockCount());
-      }
-      if (other.hasDuration()) {
-        mergeDuration(other.getDuration());
+        case DONE: {
+          mergeDone(other.getDone());
+          break;
+        }
+        case EVENT_NOT_SET: {
+          break;
+        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -599,34 +534,20 @@ private static final long serialVersionUID = 0L;
             case 0:
               done = true;
               break;
-            case 8: {
-              verifiedBlockCount_ = input.readInt64();
-              bitField0_ |= 0x00000001;
-              break;
-            } // case 8
-            case 16: {
-              verifiedBytes_ = input.readInt64();
-              bitField0_ |= 0x00000002;
-              break;
-            } // case 16
-            case 26: {
-              java.lang.String s = input.readStringRequireUtf8();
-              ensureDamagedHashesIsMutable();
-              damagedHashes_.add(s);
-              break;
-            } // case 26
-            case 32: {
-              damagedBlockCount_ = input.readInt64();
-              bitField0_ |= 0x00000008;
-              break;
-            } // case 32
-            case 42: {
+            case 10: {
               input.readMessage(
-                  getDurationFieldBuilder().getBuilder(),
+                  getProgressFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000010;
+              eventCase_ = 1;
               break;
-            } // case 42
+            } // case 10
+            case 18: {
+              input.readMessage(
+                  getDoneFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              eventCase_ = 2;
+              break;
+            } // case 18
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -642,442 +563,377 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
+    private int eventCase_ = 0;
+    private java.lang.Object event_;
+    public EventCase
+        getEventCase() {
+      return EventCase.forNumber(
+          eventCase_);
+    }
+
+    public Builder clearEvent() {
+      eventCase_ = 0;
+      event_ = null;
+      onChanged();
+      return this;
+    }
+
     private int bitField0_;
 
-    private long verifiedBlockCount_ ;
-    /**
-     * <pre>
-     * Blocks read.
-     * </pre>
-     *
-     * <code>int64 verified_block_count = 1;</code>
-     * @return The verifiedBlockCount.
-     */
-    @java.lang.Override
-    public long getVerifiedBlockCount() {
-      return verifiedBlockCount_;
-    }
-    /**
-     * <pre>
-     * Blocks read.
-     * </pre>
-     *
-     * <code>int64 verified_block_count = 1;</code>
-     * @param value The verifiedBlockCount to set.
-     * @return This builder for chaining.
-     */
-    public Builder setVerifiedBlockCount(long value) {
-
-      verifiedBlockCount_ = value;
-      bitField0_ |= 0x00000001;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Blocks read.
-     * </pre>
-     *
-     * <code>int64 verified_block_count = 1;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearVerifiedBlockCount() {
-      bitField0_ = (bitField0_ & ~0x00000001);
-      verifiedBlockCount_ = 0L;
-      onChanged();
-      return this;
-    }
-
-    private long verifiedBytes_ ;
-    /**
-     * <pre>
-     * Bytes read.
-     * </pre>
-     *
-     * <code>int64 verified_bytes = 2;</code>
-     * @return The verifiedBytes.
-     */
-    @java.lang.Override
-    public long getVerifiedBytes() {
-      return verifiedBytes_;
-    }
-    /**
-     * <pre>
-     * Bytes read.
-     * </pre>
-     *
-     * <code>int64 verified_bytes = 2;</code>
-     * @param value The verifiedBytes to set.
-     * @return This builder for chaining.
-     */
-    public Builder setVerifiedBytes(long value) {
-
-      verifiedBytes_ = value;
-      bitField0_ |= 0x00000002;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Bytes read.
-     * </pre>
-     *
-     * <code>int64 verified_bytes = 2;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearVerifiedBytes() {
-      bitField0_ = (bitField0_ & ~0x00000002);
-      verifiedBytes_ = 0L;
-      onChanged();
-      return this;
-    }
-
-    private com.google.protobuf.LazyStringArrayList damagedHashes_ =
-        com.google.protobuf.LazyStringArrayList.emptyList();
-    private void ensureDamagedHashesIsMutable() {
-      if (!damagedHashes_.isModifiable()) {
-        damagedHashes_ = new com.google.protobuf.LazyStringArrayList(damagedHashes_);
-      }
-      bitField0_ |= 0x00000004;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @return A list containing the damagedHashes.
-     */
-    public com.google.protobuf.ProtocolStringList
-        getDamagedHashesList() {
-      damagedHashes_.makeImmutable();
-      return damagedHashes_;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @return The count of damagedHashes.
-     */
-    public int getDamagedHashesCount() {
-      return damagedHashes_.size();
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param index The index of the element to return.
-     * @return The damagedHashes at the given index.
-     */
-    public java.lang.String getDamagedHashes(int index) {
-      return damagedHashes_.get(index);
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param index The index of the value to return.
-     * @return The bytes of the damagedHashes at the given index.
-     */
-    public com.google.protobuf.ByteString
-        getDamagedHashesBytes(int index) {
-      return damagedHashes_.getByteString(index);
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param index The index to set the value at.
-     * @param value The damagedHashes to set.
-     * @return This builder for chaining.
-     */
-    public Builder setDamagedHashes(
-        int index, java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      ensureDamagedHashesIsMutable();
-      damagedHashes_.set(index, value);
-      bitField0_ |= 0x00000004;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param value The damagedHashes to add.
-     * @return This builder for chaining.
-     */
-    public Builder addDamagedHashes(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      ensureDamagedHashesIsMutable();
-      damagedHashes_.add(value);
-      bitField0_ |= 0x00000004;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param values The damagedHashes to add.
-     * @return This builder for chaining.
-     */
-    public Builder addAllDamagedHashes(
-        java.lang.Iterable<java.lang.String> values) {
-      ensureDamagedHashesIsMutable();
-      com.google.protobuf.AbstractMessageLite.Builder.addAll(
-          values, damagedHashes_);
-      bitField0_ |= 0x00000004;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearDamagedHashes() {
-      damagedHashes_ =
-        com.google.protobuf.LazyStringArrayList.emptyList();
-      bitField0_ = (bitField0_ & ~0x00000004);;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-     * </pre>
-     *
-     * <code>repeated string damaged_hashes = 3;</code>
-     * @param value The bytes of the damagedHashes to add.
-     * @return This builder for chaining.
-     */
-    public Builder addDamagedHashesBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      ensureDamagedHashesIsMutable();
-      damagedHashes_.add(value);
-      bitField0_ |= 0x00000004;
-      onChanged();
-      return this;
-    }
-
-    private long damagedBlockCount_ ;
-    /**
-     * <pre>
-     * All damaged blocks. They are in quarantine now.
-     * </pre>
-     *
-     * <code>int64 damaged_block_count = 4;</code>
-     * @return The damagedBlockCount.
-     */
-    @java.lang.Override
-    public long getDamagedBlockCount() {
-      return damagedBlockCount_;
-    }
-    /**
-     * <pre>
-     * All damaged blocks. They are in quarantine now.
-     * </pre>
-     *
-     * <code>int64 damaged_block_count = 4;</code>
-     * @param value The damagedBlockCount to set.
-     * @return This builder for chaining.
-     */
-    public Builder setDamagedBlockCount(long value) {
-
-      damagedBlockCount_ = value;
-      bitField0_ |= 0x00000008;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * All damaged blocks. They are in quarantine now.
-     * </pre>
-     *
-     * <code>int64 damaged_block_count = 4;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearDamagedBlockCount() {
-      bitField0_ = (bitField0_ & ~0x00000008);
-      damagedBlockCount_ = 0L;
-      onChanged();
-      return this;
-    }
-
-    private com.google.protobuf.Duration duration_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> durationBuilder_;
+        dev.icehouse.v1.VerifyProgress, dev.icehouse.v1.VerifyProgress.Builder, dev.icehouse.v1.VerifyProgressOrBuilder> progressBuilder_;
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
-     * @return Whether the duration field is set.
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+     * @return Whether the progress field is set.
      */
-    public boolean hasDuration() {
-      return ((bitField0_ & 0x00000010) != 0);
+    @java.lang.Override
+    public boolean hasProgress() {
+      return eventCase_ == 1;
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
-     * @return The duration.
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+     * @return The progress.
      */
-    public com.google.protobuf.Duration getDuration() {
-      if (durationBuilder_ == null) {
-        return duration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : duration_;
+    @java.lang.Override
+    public dev.icehouse.v1.VerifyProgress getProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.VerifyProgress) event_;
+        }
+        return dev.icehouse.v1.VerifyProgress.getDefaultInstance();
       } else {
-        return durationBuilder_.getMessage();
+        if (eventCase_ == 1) {
+          return progressBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.VerifyProgress.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
-    public Builder setDuration(com.google.protobuf.Duration value) {
-      if (durationBuilder_ == null) {
+    public Builder setProgress(dev.icehouse.v1.VerifyProgress value) {
+      if (progressBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        duration_ = value;
+        event_ = value;
+        onChanged();
       } else {
-        durationBuilder_.setMessage(value);
+        progressBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000010;
-      onChanged();
+      eventCase_ = 1;
       return this;
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
-    public Builder setDuration(
-        com.google.protobuf.Duration.Builder builderForValue) {
-      if (durationBuilder_ == null) {
-        duration_ = builderForValue.build();
+    public Builder setProgress(
+        dev.icehouse.v1.VerifyProgress.Builder builderForValue) {
+      if (progressBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
       } else {
-        durationBuilder_.setMessage(builderForValue.build());
+        progressBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000010;
-      onChanged();
+      eventCase_ = 1;
       return this;
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
-    public Builder mergeDuration(com.google.protobuf.Duration value) {
-      if (durationBuilder_ == null) {
-        if (((bitField0_ & 0x00000010) != 0) &&
-          duration_ != null &&
-          duration_ != com.google.protobuf.Duration.getDefaultInstance()) {
-          getDurationBuilder().mergeFrom(value);
+    public Builder mergeProgress(dev.icehouse.v1.VerifyProgress value) {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1 &&
+            event_ != dev.icehouse.v1.VerifyProgress.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.VerifyProgress.newBuilder((dev.icehouse.v1.VerifyProgress) event_)
+              .mergeFrom(value).buildPartial();
         } else {
-          duration_ = value;
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 1) {
+          progressBuilder_.mergeFrom(value);
+        } else {
+          progressBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 1;
+      return this;
+    }
+    /**
+     * <pre>
+     * More blocks are read. The first one before any is; then about every 64 blocks.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+     */
+    public Builder clearProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
         }
       } else {
-        durationBuilder_.mergeFrom(value);
-      }
-      if (duration_ != null) {
-        bitField0_ |= 0x00000010;
-        onChanged();
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        progressBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
-    public Builder clearDuration() {
-      bitField0_ = (bitField0_ & ~0x00000010);
-      duration_ = null;
-      if (durationBuilder_ != null) {
-        durationBuilder_.dispose();
-        durationBuilder_ = null;
-      }
-      onChanged();
-      return this;
+    public dev.icehouse.v1.VerifyProgress.Builder getProgressBuilder() {
+      return getProgressFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
-    public com.google.protobuf.Duration.Builder getDurationBuilder() {
-      bitField0_ |= 0x00000010;
-      onChanged();
-      return getDurationFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * How long it took.
-     * </pre>
-     *
-     * <code>.google.protobuf.Duration duration = 5;</code>
-     */
-    public com.google.protobuf.DurationOrBuilder getDurationOrBuilder() {
-      if (durationBuilder_ != null) {
-        return durationBuilder_.getMessageOrBuilder();
+    @java.lang.Override
+    public dev.icehouse.v1.VerifyProgressOrBuilder getProgressOrBuilder() {
+      if ((eventCase_ == 1) && (progressBuilder_ != null)) {
+        return progressBuilder_.getMessageOrBuilder();
       } else {
-        return duration_ == null ?
-            com.google.protobuf.Duration.getDefaultInstance() : duration_;
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.VerifyProgress) event_;
+        }
+        return dev.icehouse.v1.VerifyProgress.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * How long it took.
+     * More blocks are read. The first one before any is; then about every 64 blocks.
      * </pre>
      *
-     * <code>.google.protobuf.Duration duration = 5;</code>
+     * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
-        getDurationFieldBuilder() {
-      if (durationBuilder_ == null) {
-        durationBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
-                getDuration(),
+        dev.icehouse.v1.VerifyProgress, dev.icehouse.v1.VerifyProgress.Builder, dev.icehouse.v1.VerifyProgressOrBuilder> 
+        getProgressFieldBuilder() {
+      if (progressBuilder_ == null) {
+        if (!(eventCase_ == 1)) {
+          event_ = dev.icehouse.v1.VerifyProgress.getDefaultInstance();
+        }
+        progressBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.VerifyProgress, dev.icehouse.v1.VerifyProgress.Builder, dev.icehouse.v1.VerifyProgressOrBuilder>(
+                (dev.icehouse.v1.VerifyProgress) event_,
                 getParentForChildren(),
                 isClean());
-        duration_ = null;
+        event_ = null;
       }
-      return durationBuilder_;
+      eventCase_ = 1;
+      onChanged();
+      return progressBuilder_;
+    }
+
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.VerifyResult, dev.icehouse.v1.VerifyResult.Builder, dev.icehouse.v1.VerifyResultOrBuilder> doneBuilder_;
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     * @return Whether the done field is set.
+     */
+    @java.lang.Override
+    public boolean hasDone() {
+      return eventCase_ == 2;
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     * @return The done.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.VerifyResult getDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.VerifyResult) event_;
+        }
+        return dev.icehouse.v1.VerifyResult.getDefaultInstance();
+      } else {
+        if (eventCase_ == 2) {
+          return doneBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.VerifyResult.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    public Builder setDone(dev.icehouse.v1.VerifyResult value) {
+      if (doneBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        event_ = value;
+        onChanged();
+      } else {
+        doneBuilder_.setMessage(value);
+      }
+      eventCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    public Builder setDone(
+        dev.icehouse.v1.VerifyResult.Builder builderForValue) {
+      if (doneBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
+      } else {
+        doneBuilder_.setMessage(builderForValue.build());
+      }
+      eventCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    public Builder mergeDone(dev.icehouse.v1.VerifyResult value) {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2 &&
+            event_ != dev.icehouse.v1.VerifyResult.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.VerifyResult.newBuilder((dev.icehouse.v1.VerifyResult) event_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 2) {
+          doneBuilder_.mergeFrom(value);
+        } else {
+          doneBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    public Builder clearDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
+        }
+      } else {
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        doneBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    public dev.icehouse.v1.VerifyResult.Builder getDoneBuilder() {
+      return getDoneFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.VerifyResultOrBuilder getDoneOrBuilder() {
+      if ((eventCase_ == 2) && (doneBuilder_ != null)) {
+        return doneBuilder_.getMessageOrBuilder();
+      } else {
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.VerifyResult) event_;
+        }
+        return dev.icehouse.v1.VerifyResult.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * What the check found. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.VerifyResult done = 2;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.VerifyResult, dev.icehouse.v1.VerifyResult.Builder, dev.icehouse.v1.VerifyResultOrBuilder> 
+        getDoneFieldBuilder() {
+      if (doneBuilder_ == null) {
+        if (!(eventCase_ == 2)) {
+          event_ = dev.icehouse.v1.VerifyResult.getDefaultInstance();
+        }
+        doneBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.VerifyResult, dev.icehouse.v1.VerifyResult.Builder, dev.icehouse.v1.VerifyResultOrBuilder>(
+                (dev.icehouse.v1.VerifyResult) event_,
+                getParentForChildren(),
+                isClean());
+        event_ = null;
+      }
+      eventCase_ = 2;
+      onChanged();
+      return doneBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

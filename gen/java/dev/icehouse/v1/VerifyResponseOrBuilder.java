@@ -10,99 +10,57 @@ public interface VerifyResponseOrBuilder extends
 
   /**
    * <pre>
-   * Blocks read.
+   * More blocks are read. The first one before any is; then about every 64 blocks.
    * </pre>
    *
-   * <code>int64 verified_block_count = 1;</code>
-   * @return The verifiedBlockCount.
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
-  long getVerifiedBlockCount();
+  boolean hasProgress();
+  /**
+   * <pre>
+   * More blocks are read. The first one before any is; then about every 64 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   * @return The progress.
+   */
+  dev.icehouse.v1.VerifyProgress getProgress();
+  /**
+   * <pre>
+   * More blocks are read. The first one before any is; then about every 64 blocks.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyProgress progress = 1;</code>
+   */
+  dev.icehouse.v1.VerifyProgressOrBuilder getProgressOrBuilder();
 
   /**
    * <pre>
-   * Bytes read.
+   * What the check found. Once, last.
    * </pre>
    *
-   * <code>int64 verified_bytes = 2;</code>
-   * @return The verifiedBytes.
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
+   * @return Whether the done field is set.
    */
-  long getVerifiedBytes();
+  boolean hasDone();
+  /**
+   * <pre>
+   * What the check found. Once, last.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
+   * @return The done.
+   */
+  dev.icehouse.v1.VerifyResult getDone();
+  /**
+   * <pre>
+   * What the check found. Once, last.
+   * </pre>
+   *
+   * <code>.icehouse.v1.VerifyResult done = 2;</code>
+   */
+  dev.icehouse.v1.VerifyResultOrBuilder getDoneOrBuilder();
 
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @return A list containing the damagedHashes.
-   */
-  java.util.List<java.lang.String>
-      getDamagedHashesList();
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @return The count of damagedHashes.
-   */
-  int getDamagedHashesCount();
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @param index The index of the element to return.
-   * @return The damagedHashes at the given index.
-   */
-  java.lang.String getDamagedHashes(int index);
-  /**
-   * <pre>
-   * Names of the damaged blocks, 64 hex digits each; at most 1000 of them.
-   * </pre>
-   *
-   * <code>repeated string damaged_hashes = 3;</code>
-   * @param index The index of the value to return.
-   * @return The bytes of the damagedHashes at the given index.
-   */
-  com.google.protobuf.ByteString
-      getDamagedHashesBytes(int index);
-
-  /**
-   * <pre>
-   * All damaged blocks. They are in quarantine now.
-   * </pre>
-   *
-   * <code>int64 damaged_block_count = 4;</code>
-   * @return The damagedBlockCount.
-   */
-  long getDamagedBlockCount();
-
-  /**
-   * <pre>
-   * How long it took.
-   * </pre>
-   *
-   * <code>.google.protobuf.Duration duration = 5;</code>
-   * @return Whether the duration field is set.
-   */
-  boolean hasDuration();
-  /**
-   * <pre>
-   * How long it took.
-   * </pre>
-   *
-   * <code>.google.protobuf.Duration duration = 5;</code>
-   * @return The duration.
-   */
-  com.google.protobuf.Duration getDuration();
-  /**
-   * <pre>
-   * How long it took.
-   * </pre>
-   *
-   * <code>.google.protobuf.Duration duration = 5;</code>
-   */
-  com.google.protobuf.DurationOrBuilder getDurationOrBuilder();
+  dev.icehouse.v1.VerifyResponse.EventCase getEventCase();
 }

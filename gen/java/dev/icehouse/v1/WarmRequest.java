@@ -23,8 +23,6 @@ private static final long serialVersionUID = 0L;
   private WarmRequest() {
     requestId_ = "";
     model_ = "";
-    tools_ = java.util.Collections.emptyList();
-    adapter_ = "";
   }
 
   @java.lang.Override
@@ -48,50 +46,6 @@ private static final long serialVersionUID = 0L;
   }
 
   private int bitField0_;
-  private int promptCase_ = 0;
-  @SuppressWarnings("serial")
-  private java.lang.Object prompt_;
-  public enum PromptCase
-      implements com.google.protobuf.Internal.EnumLite,
-          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
-    TEXT(3),
-    CHAT(4),
-    TOKENS(5),
-    PROMPT_NOT_SET(0);
-    private final int value;
-    private PromptCase(int value) {
-      this.value = value;
-    }
-    /**
-     * @param value The number of the enum to look for.
-     * @return The enum associated with the given number.
-     * @deprecated Use {@link #forNumber(int)} instead.
-     */
-    @java.lang.Deprecated
-    public static PromptCase valueOf(int value) {
-      return forNumber(value);
-    }
-
-    public static PromptCase forNumber(int value) {
-      switch (value) {
-        case 3: return TEXT;
-        case 4: return CHAT;
-        case 5: return TOKENS;
-        case 0: return PROMPT_NOT_SET;
-        default: return null;
-      }
-    }
-    public int getNumber() {
-      return this.value;
-    }
-  };
-
-  public PromptCase
-  getPromptCase() {
-    return PromptCase.forNumber(
-        promptCase_);
-  }
-
   public static final int REQUEST_ID_FIELD_NUMBER = 1;
   @SuppressWarnings("serial")
   private volatile java.lang.Object requestId_ = "";
@@ -144,7 +98,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -165,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -186,178 +140,66 @@ private static final long serialVersionUID = 0L;
     }
   }
 
-  public static final int TEXT_FIELD_NUMBER = 3;
+  public static final int PROMPT_FIELD_NUMBER = 3;
+  private dev.icehouse.v1.Prompt prompt_;
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return Whether the text field is set.
-   */
-  public boolean hasText() {
-    return promptCase_ == 3;
-  }
-  /**
-   * <pre>
-   * Plain text.
-   * </pre>
-   *
-   * <code>string text = 3;</code>
-   * @return The text.
-   */
-  public java.lang.String getText() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 3) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      if (promptCase_ == 3) {
-        prompt_ = s;
-      }
-      return s;
-    }
-  }
-  /**
-   * <pre>
-   * Plain text.
-   * </pre>
-   *
-   * <code>string text = 3;</code>
-   * @return The bytes for text.
-   */
-  public com.google.protobuf.ByteString
-      getTextBytes() {
-    java.lang.Object ref = "";
-    if (promptCase_ == 3) {
-      ref = prompt_;
-    }
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      if (promptCase_ == 3) {
-        prompt_ = b;
-      }
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
-  }
-
-  public static final int CHAT_FIELD_NUMBER = 4;
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return Whether the chat field is set.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return Whether the prompt field is set.
    */
   @java.lang.Override
-  public boolean hasChat() {
-    return promptCase_ == 4;
-  }
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return The chat.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPrompt getChat() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-    if (promptCase_ == 4) {
-       return (dev.icehouse.v1.ChatPrompt) prompt_;
-    }
-    return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-  }
-
-  public static final int TOKENS_FIELD_NUMBER = 5;
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return Whether the tokens field is set.
-   */
-  @java.lang.Override
-  public boolean hasTokens() {
-    return promptCase_ == 5;
-  }
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return The tokens.
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPrompt getTokens() {
-    if (promptCase_ == 5) {
-       return (dev.icehouse.v1.TokenPrompt) prompt_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-    if (promptCase_ == 5) {
-       return (dev.icehouse.v1.TokenPrompt) prompt_;
-    }
-    return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-  }
-
-  public static final int CACHE_FIELD_NUMBER = 6;
-  private dev.icehouse.v1.CachePolicy cache_;
-  /**
-   * <pre>
-   * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
-   * </pre>
-   *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
-   * @return Whether the cache field is set.
-   */
-  @java.lang.Override
-  public boolean hasCache() {
+  public boolean hasPrompt() {
     return ((bitField0_ & 0x00000001) != 0);
   }
   /**
    * <pre>
-   * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return The prompt.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.Prompt getPrompt() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
+  }
+  /**
+   * <pre>
+   * The prompt; required (PROMPT_MISSING).
+   * </pre>
+   *
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+    return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
+  }
+
+  public static final int CACHE_FIELD_NUMBER = 4;
+  private dev.icehouse.v1.CachePolicy cache_;
+  /**
+   * <pre>
+   * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
+   * Default: read and write, default tenant.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
+   * @return Whether the cache field is set.
+   */
+  @java.lang.Override
+  public boolean hasCache() {
+    return ((bitField0_ & 0x00000002) != 0);
+  }
+  /**
+   * <pre>
+   * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
+   * Default: read and write, default tenant.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
    * @return The cache.
    */
   @java.lang.Override
@@ -367,142 +209,29 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
+   * Default: read and write, default tenant.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
    */
   @java.lang.Override
   public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
     return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
   }
 
-  public static final int PRIORITY_FIELD_NUMBER = 7;
+  public static final int PRIORITY_FIELD_NUMBER = 5;
   private int priority_ = 0;
   /**
    * <pre>
    * As for Generate.
    * </pre>
    *
-   * <code>int32 priority = 7;</code>
+   * <code>int32 priority = 5;</code>
    * @return The priority.
    */
   @java.lang.Override
   public int getPriority() {
     return priority_;
-  }
-
-  public static final int TOOLS_FIELD_NUMBER = 10;
-  @SuppressWarnings("serial")
-  private java.util.List<dev.icehouse.v1.Tool> tools_;
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList() {
-    return tools_;
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public int getToolsCount() {
-    return tools_.size();
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.Tool getTools(int index) {
-    return tools_.get(index);
-  }
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  @java.lang.Override
-  public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index) {
-    return tools_.get(index);
-  }
-
-  public static final int ADAPTER_FIELD_NUMBER = 17;
-  @SuppressWarnings("serial")
-  private volatile java.lang.Object adapter_ = "";
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
-   */
-  @java.lang.Override
-  public java.lang.String getAdapter() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      adapter_ = s;
-      return s;
-    }
-  }
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
-   */
-  @java.lang.Override
-  public com.google.protobuf.ByteString
-      getAdapterBytes() {
-    java.lang.Object ref = adapter_;
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      adapter_ = b;
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
-    }
   }
 
   private byte memoizedIsInitialized = -1;
@@ -525,26 +254,14 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 2, model_);
     }
-    if (promptCase_ == 3) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 3, prompt_);
-    }
-    if (promptCase_ == 4) {
-      output.writeMessage(4, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 5) {
-      output.writeMessage(5, (dev.icehouse.v1.TokenPrompt) prompt_);
-    }
     if (((bitField0_ & 0x00000001) != 0)) {
-      output.writeMessage(6, getCache());
+      output.writeMessage(3, getPrompt());
+    }
+    if (((bitField0_ & 0x00000002) != 0)) {
+      output.writeMessage(4, getCache());
     }
     if (priority_ != 0) {
-      output.writeInt32(7, priority_);
-    }
-    for (int i = 0; i < tools_.size(); i++) {
-      output.writeMessage(10, tools_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 17, adapter_);
+      output.writeInt32(5, priority_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -561,31 +278,17 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, model_);
     }
-    if (promptCase_ == 3) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(3, prompt_);
-    }
-    if (promptCase_ == 4) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(4, (dev.icehouse.v1.ChatPrompt) prompt_);
-    }
-    if (promptCase_ == 5) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(5, (dev.icehouse.v1.TokenPrompt) prompt_);
-    }
     if (((bitField0_ & 0x00000001) != 0)) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(6, getCache());
+        .computeMessageSize(3, getPrompt());
+    }
+    if (((bitField0_ & 0x00000002) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(4, getCache());
     }
     if (priority_ != 0) {
       size += com.google.protobuf.CodedOutputStream
-        .computeInt32Size(7, priority_);
-    }
-    for (int i = 0; i < tools_.size(); i++) {
-      size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(10, tools_.get(i));
-    }
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(17, adapter_);
+        .computeInt32Size(5, priority_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -606,6 +309,11 @@ private static final long serialVersionUID = 0L;
         .equals(other.getRequestId())) return false;
     if (!getModel()
         .equals(other.getModel())) return false;
+    if (hasPrompt() != other.hasPrompt()) return false;
+    if (hasPrompt()) {
+      if (!getPrompt()
+          .equals(other.getPrompt())) return false;
+    }
     if (hasCache() != other.hasCache()) return false;
     if (hasCache()) {
       if (!getCache()
@@ -613,27 +321,6 @@ private static final long serialVersionUID = 0L;
     }
     if (getPriority()
         != other.getPriority()) return false;
-    if (!getToolsList()
-        .equals(other.getToolsList())) return false;
-    if (!getAdapter()
-        .equals(other.getAdapter())) return false;
-    if (!getPromptCase().equals(other.getPromptCase())) return false;
-    switch (promptCase_) {
-      case 3:
-        if (!getText()
-            .equals(other.getText())) return false;
-        break;
-      case 4:
-        if (!getChat()
-            .equals(other.getChat())) return false;
-        break;
-      case 5:
-        if (!getTokens()
-            .equals(other.getTokens())) return false;
-        break;
-      case 0:
-      default:
-    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -649,34 +336,16 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getRequestId().hashCode();
     hash = (37 * hash) + MODEL_FIELD_NUMBER;
     hash = (53 * hash) + getModel().hashCode();
+    if (hasPrompt()) {
+      hash = (37 * hash) + PROMPT_FIELD_NUMBER;
+      hash = (53 * hash) + getPrompt().hashCode();
+    }
     if (hasCache()) {
       hash = (37 * hash) + CACHE_FIELD_NUMBER;
       hash = (53 * hash) + getCache().hashCode();
     }
     hash = (37 * hash) + PRIORITY_FIELD_NUMBER;
     hash = (53 * hash) + getPriority();
-    if (getToolsCount() > 0) {
-      hash = (37 * hash) + TOOLS_FIELD_NUMBER;
-      hash = (53 * hash) + getToolsList().hashCode();
-    }
-    hash = (37 * hash) + ADAPTER_FIELD_NUMBER;
-    hash = (53 * hash) + getAdapter().hashCode();
-    switch (promptCase_) {
-      case 3:
-        hash = (37 * hash) + TEXT_FIELD_NUMBER;
-        hash = (53 * hash) + getText().hashCode();
-        break;
-      case 4:
-        hash = (37 * hash) + CHAT_FIELD_NUMBER;
-        hash = (53 * hash) + getChat().hashCode();
-        break;
-      case 5:
-        hash = (37 * hash) + TOKENS_FIELD_NUMBER;
-        hash = (53 * hash) + getTokens().hashCode();
-        break;
-      case 0:
-      default:
-    }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -811,8 +480,8 @@ private static final long serialVersionUID = 0L;
     private void maybeForceBuilderInitialization() {
       if (com.google.protobuf.GeneratedMessageV3
               .alwaysUseFieldBuilders) {
+        getPromptFieldBuilder();
         getCacheFieldBuilder();
-        getToolsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -821,11 +490,10 @@ private static final long serialVersionUID = 0L;
       bitField0_ = 0;
       requestId_ = "";
       model_ = "";
-      if (chatBuilder_ != null) {
-        chatBuilder_.clear();
-      }
-      if (tokensBuilder_ != null) {
-        tokensBuilder_.clear();
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
       }
       cache_ = null;
       if (cacheBuilder_ != null) {
@@ -833,16 +501,6 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_ = null;
       }
       priority_ = 0;
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-      } else {
-        tools_ = null;
-        toolsBuilder_.clear();
-      }
-      bitField0_ = (bitField0_ & ~0x00000080);
-      adapter_ = "";
-      promptCase_ = 0;
-      prompt_ = null;
       return this;
     }
 
@@ -869,23 +527,9 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public dev.icehouse.v1.WarmRequest buildPartial() {
       dev.icehouse.v1.WarmRequest result = new dev.icehouse.v1.WarmRequest(this);
-      buildPartialRepeatedFields(result);
       if (bitField0_ != 0) { buildPartial0(result); }
-      buildPartialOneofs(result);
       onBuilt();
       return result;
-    }
-
-    private void buildPartialRepeatedFields(dev.icehouse.v1.WarmRequest result) {
-      if (toolsBuilder_ == null) {
-        if (((bitField0_ & 0x00000080) != 0)) {
-          tools_ = java.util.Collections.unmodifiableList(tools_);
-          bitField0_ = (bitField0_ & ~0x00000080);
-        }
-        result.tools_ = tools_;
-      } else {
-        result.tools_ = toolsBuilder_.build();
-      }
     }
 
     private void buildPartial0(dev.icehouse.v1.WarmRequest result) {
@@ -897,32 +541,22 @@ private static final long serialVersionUID = 0L;
         result.model_ = model_;
       }
       int to_bitField0_ = 0;
-      if (((from_bitField0_ & 0x00000020) != 0)) {
+      if (((from_bitField0_ & 0x00000004) != 0)) {
+        result.prompt_ = promptBuilder_ == null
+            ? prompt_
+            : promptBuilder_.build();
+        to_bitField0_ |= 0x00000001;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
         result.cache_ = cacheBuilder_ == null
             ? cache_
             : cacheBuilder_.build();
-        to_bitField0_ |= 0x00000001;
+        to_bitField0_ |= 0x00000002;
       }
-      if (((from_bitField0_ & 0x00000040) != 0)) {
+      if (((from_bitField0_ & 0x00000010) != 0)) {
         result.priority_ = priority_;
       }
-      if (((from_bitField0_ & 0x00000100) != 0)) {
-        result.adapter_ = adapter_;
-      }
       result.bitField0_ |= to_bitField0_;
-    }
-
-    private void buildPartialOneofs(dev.icehouse.v1.WarmRequest result) {
-      result.promptCase_ = promptCase_;
-      result.prompt_ = this.prompt_;
-      if (promptCase_ == 4 &&
-          chatBuilder_ != null) {
-        result.prompt_ = chatBuilder_.build();
-      }
-      if (promptCase_ == 5 &&
-          tokensBuilder_ != null) {
-        result.prompt_ = tokensBuilder_.build();
-      }
     }
 
     @java.lang.Override
@@ -979,61 +613,14 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000002;
         onChanged();
       }
+      if (other.hasPrompt()) {
+        mergePrompt(other.getPrompt());
+      }
       if (other.hasCache()) {
         mergeCache(other.getCache());
       }
       if (other.getPriority() != 0) {
         setPriority(other.getPriority());
-      }
-      if (toolsBuilder_ == null) {
-        if (!other.tools_.isEmpty()) {
-          if (tools_.isEmpty()) {
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000080);
-          } else {
-            ensureToolsIsMutable();
-            tools_.addAll(other.tools_);
-          }
-          onChanged();
-        }
-      } else {
-        if (!other.tools_.isEmpty()) {
-          if (toolsBuilder_.isEmpty()) {
-            toolsBuilder_.dispose();
-            toolsBuilder_ = null;
-            tools_ = other.tools_;
-            bitField0_ = (bitField0_ & ~0x00000080);
-            toolsBuilder_ = 
-              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
-                 getToolsFieldBuilder() : null;
-          } else {
-            toolsBuilder_.addAllMessages(other.tools_);
-          }
-        }
-      }
-      if (!other.getAdapter().isEmpty()) {
-        adapter_ = other.adapter_;
-        bitField0_ |= 0x00000100;
-        onChanged();
-      }
-      switch (other.getPromptCase()) {
-        case TEXT: {
-          promptCase_ = 3;
-          prompt_ = other.prompt_;
-          onChanged();
-          break;
-        }
-        case CHAT: {
-          mergeChat(other.getChat());
-          break;
-        }
-        case TOKENS: {
-          mergeTokens(other.getTokens());
-          break;
-        }
-        case PROMPT_NOT_SET: {
-          break;
-        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1072,55 +659,24 @@ private static final long serialVersionUID = 0L;
               break;
             } // case 18
             case 26: {
-              java.lang.String s = input.readStringRequireUtf8();
-              promptCase_ = 3;
-              prompt_ = s;
+              input.readMessage(
+                  getPromptFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000004;
               break;
             } // case 26
             case 34: {
               input.readMessage(
-                  getChatFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 4;
-              break;
-            } // case 34
-            case 42: {
-              input.readMessage(
-                  getTokensFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              promptCase_ = 5;
-              break;
-            } // case 42
-            case 50: {
-              input.readMessage(
                   getCacheFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000020;
+              bitField0_ |= 0x00000008;
               break;
-            } // case 50
-            case 56: {
+            } // case 34
+            case 40: {
               priority_ = input.readInt32();
-              bitField0_ |= 0x00000040;
+              bitField0_ |= 0x00000010;
               break;
-            } // case 56
-            case 82: {
-              dev.icehouse.v1.Tool m =
-                  input.readMessage(
-                      dev.icehouse.v1.Tool.parser(),
-                      extensionRegistry);
-              if (toolsBuilder_ == null) {
-                ensureToolsIsMutable();
-                tools_.add(m);
-              } else {
-                toolsBuilder_.addMessage(m);
-              }
-              break;
-            } // case 82
-            case 138: {
-              adapter_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00000100;
-              break;
-            } // case 138
+            } // case 40
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1136,21 +692,6 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
-    private int promptCase_ = 0;
-    private java.lang.Object prompt_;
-    public PromptCase
-        getPromptCase() {
-      return PromptCase.forNumber(
-          promptCase_);
-    }
-
-    public Builder clearPrompt() {
-      promptCase_ = 0;
-      prompt_ = null;
-      onChanged();
-      return this;
-    }
-
     private int bitField0_;
 
     private java.lang.Object requestId_ = "";
@@ -1248,7 +789,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1268,7 +809,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1289,7 +830,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1306,7 +847,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1320,7 +861,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; else NOT_FOUND. Absent: the served model.
+     * Model; otherwise NOT_FOUND. Default: the served model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1337,477 +878,161 @@ private static final long serialVersionUID = 0L;
       return this;
     }
 
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return Whether the text field is set.
-     */
-    @java.lang.Override
-    public boolean hasText() {
-      return promptCase_ == 3;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return The text.
-     */
-    @java.lang.Override
-    public java.lang.String getText() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 3) {
-        ref = prompt_;
-      }
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        if (promptCase_ == 3) {
-          prompt_ = s;
-        }
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return The bytes for text.
-     */
-    @java.lang.Override
-    public com.google.protobuf.ByteString
-        getTextBytes() {
-      java.lang.Object ref = "";
-      if (promptCase_ == 3) {
-        ref = prompt_;
-      }
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        if (promptCase_ == 3) {
-          prompt_ = b;
-        }
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @param value The text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setText(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      promptCase_ = 3;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearText() {
-      if (promptCase_ == 3) {
-        promptCase_ = 0;
-        prompt_ = null;
-        onChanged();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Plain text.
-     * </pre>
-     *
-     * <code>string text = 3;</code>
-     * @param value The bytes for text to set.
-     * @return This builder for chaining.
-     */
-    public Builder setTextBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      promptCase_ = 3;
-      prompt_ = value;
-      onChanged();
-      return this;
-    }
-
+    private dev.icehouse.v1.Prompt prompt_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> chatBuilder_;
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> promptBuilder_;
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     * @return Whether the chat field is set.
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     * @return Whether the prompt field is set.
      */
-    @java.lang.Override
-    public boolean hasChat() {
-      return promptCase_ == 4;
+    public boolean hasPrompt() {
+      return ((bitField0_ & 0x00000004) != 0);
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     * @return The chat.
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     * @return The prompt.
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPrompt getChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+    public dev.icehouse.v1.Prompt getPrompt() {
+      if (promptBuilder_ == null) {
+        return prompt_ == null ? dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       } else {
-        if (promptCase_ == 4) {
-          return chatBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return promptBuilder_.getMessage();
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder setChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
         prompt_ = value;
-        onChanged();
       } else {
-        chatBuilder_.setMessage(value);
+        promptBuilder_.setMessage(value);
       }
-      promptCase_ = 4;
+      bitField0_ |= 0x00000004;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder setChat(
-        dev.icehouse.v1.ChatPrompt.Builder builderForValue) {
-      if (chatBuilder_ == null) {
+    public Builder setPrompt(
+        dev.icehouse.v1.Prompt.Builder builderForValue) {
+      if (promptBuilder_ == null) {
         prompt_ = builderForValue.build();
-        onChanged();
       } else {
-        chatBuilder_.setMessage(builderForValue.build());
+        promptBuilder_.setMessage(builderForValue.build());
       }
-      promptCase_ = 4;
+      bitField0_ |= 0x00000004;
+      onChanged();
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public Builder mergeChat(dev.icehouse.v1.ChatPrompt value) {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4 &&
-            prompt_ != dev.icehouse.v1.ChatPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.newBuilder((dev.icehouse.v1.ChatPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
+    public Builder mergePrompt(dev.icehouse.v1.Prompt value) {
+      if (promptBuilder_ == null) {
+        if (((bitField0_ & 0x00000004) != 0) &&
+          prompt_ != null &&
+          prompt_ != dev.icehouse.v1.Prompt.getDefaultInstance()) {
+          getPromptBuilder().mergeFrom(value);
         } else {
           prompt_ = value;
         }
+      } else {
+        promptBuilder_.mergeFrom(value);
+      }
+      if (prompt_ != null) {
+        bitField0_ |= 0x00000004;
         onChanged();
-      } else {
-        if (promptCase_ == 4) {
-          chatBuilder_.mergeFrom(value);
-        } else {
-          chatBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 4;
-      return this;
-    }
-    /**
-     * <pre>
-     * A conversation.
-     * </pre>
-     *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-     */
-    public Builder clearChat() {
-      if (chatBuilder_ == null) {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 4) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        chatBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    public dev.icehouse.v1.ChatPrompt.Builder getChatBuilder() {
-      return getChatFieldBuilder().getBuilder();
+    public Builder clearPrompt() {
+      bitField0_ = (bitField0_ & ~0x00000004);
+      prompt_ = null;
+      if (promptBuilder_ != null) {
+        promptBuilder_.dispose();
+        promptBuilder_ = null;
+      }
+      onChanged();
+      return this;
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
-    @java.lang.Override
-    public dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder() {
-      if ((promptCase_ == 4) && (chatBuilder_ != null)) {
-        return chatBuilder_.getMessageOrBuilder();
+    public dev.icehouse.v1.Prompt.Builder getPromptBuilder() {
+      bitField0_ |= 0x00000004;
+      onChanged();
+      return getPromptFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * The prompt; required (PROMPT_MISSING).
+     * </pre>
+     *
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
+     */
+    public dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder() {
+      if (promptBuilder_ != null) {
+        return promptBuilder_.getMessageOrBuilder();
       } else {
-        if (promptCase_ == 4) {
-          return (dev.icehouse.v1.ChatPrompt) prompt_;
-        }
-        return dev.icehouse.v1.ChatPrompt.getDefaultInstance();
+        return prompt_ == null ?
+            dev.icehouse.v1.Prompt.getDefaultInstance() : prompt_;
       }
     }
     /**
      * <pre>
-     * A conversation.
+     * The prompt; required (PROMPT_MISSING).
      * </pre>
      *
-     * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
+     * <code>.icehouse.v1.Prompt prompt = 3;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder> 
-        getChatFieldBuilder() {
-      if (chatBuilder_ == null) {
-        if (!(promptCase_ == 4)) {
-          prompt_ = dev.icehouse.v1.ChatPrompt.getDefaultInstance();
-        }
-        chatBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.ChatPrompt, dev.icehouse.v1.ChatPrompt.Builder, dev.icehouse.v1.ChatPromptOrBuilder>(
-                (dev.icehouse.v1.ChatPrompt) prompt_,
+        dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder> 
+        getPromptFieldBuilder() {
+      if (promptBuilder_ == null) {
+        promptBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.Prompt, dev.icehouse.v1.Prompt.Builder, dev.icehouse.v1.PromptOrBuilder>(
+                getPrompt(),
                 getParentForChildren(),
                 isClean());
         prompt_ = null;
       }
-      promptCase_ = 4;
-      onChanged();
-      return chatBuilder_;
-    }
-
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> tokensBuilder_;
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     * @return Whether the tokens field is set.
-     */
-    @java.lang.Override
-    public boolean hasTokens() {
-      return promptCase_ == 5;
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     * @return The tokens.
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPrompt getTokens() {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5) {
-          return (dev.icehouse.v1.TokenPrompt) prompt_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      } else {
-        if (promptCase_ == 5) {
-          return tokensBuilder_.getMessage();
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder setTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        prompt_ = value;
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(value);
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder setTokens(
-        dev.icehouse.v1.TokenPrompt.Builder builderForValue) {
-      if (tokensBuilder_ == null) {
-        prompt_ = builderForValue.build();
-        onChanged();
-      } else {
-        tokensBuilder_.setMessage(builderForValue.build());
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder mergeTokens(dev.icehouse.v1.TokenPrompt value) {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5 &&
-            prompt_ != dev.icehouse.v1.TokenPrompt.getDefaultInstance()) {
-          prompt_ = dev.icehouse.v1.TokenPrompt.newBuilder((dev.icehouse.v1.TokenPrompt) prompt_)
-              .mergeFrom(value).buildPartial();
-        } else {
-          prompt_ = value;
-        }
-        onChanged();
-      } else {
-        if (promptCase_ == 5) {
-          tokensBuilder_.mergeFrom(value);
-        } else {
-          tokensBuilder_.setMessage(value);
-        }
-      }
-      promptCase_ = 5;
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public Builder clearTokens() {
-      if (tokensBuilder_ == null) {
-        if (promptCase_ == 5) {
-          promptCase_ = 0;
-          prompt_ = null;
-          onChanged();
-        }
-      } else {
-        if (promptCase_ == 5) {
-          promptCase_ = 0;
-          prompt_ = null;
-        }
-        tokensBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    public dev.icehouse.v1.TokenPrompt.Builder getTokensBuilder() {
-      return getTokensFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    @java.lang.Override
-    public dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder() {
-      if ((promptCase_ == 5) && (tokensBuilder_ != null)) {
-        return tokensBuilder_.getMessageOrBuilder();
-      } else {
-        if (promptCase_ == 5) {
-          return (dev.icehouse.v1.TokenPrompt) prompt_;
-        }
-        return dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-      }
-    }
-    /**
-     * <pre>
-     * Token ids.
-     * </pre>
-     *
-     * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-     */
-    private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder> 
-        getTokensFieldBuilder() {
-      if (tokensBuilder_ == null) {
-        if (!(promptCase_ == 5)) {
-          prompt_ = dev.icehouse.v1.TokenPrompt.getDefaultInstance();
-        }
-        tokensBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.TokenPrompt, dev.icehouse.v1.TokenPrompt.Builder, dev.icehouse.v1.TokenPromptOrBuilder>(
-                (dev.icehouse.v1.TokenPrompt) prompt_,
-                getParentForChildren(),
-                isClean());
-        prompt_ = null;
-      }
-      promptCase_ = 5;
-      onChanged();
-      return tokensBuilder_;
+      return promptBuilder_;
     }
 
     private dev.icehouse.v1.CachePolicy cache_;
@@ -1816,22 +1041,22 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      * @return Whether the cache field is set.
      */
     public boolean hasCache() {
-      return ((bitField0_ & 0x00000020) != 0);
+      return ((bitField0_ & 0x00000008) != 0);
     }
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      * @return The cache.
      */
     public dev.icehouse.v1.CachePolicy getCache() {
@@ -1844,10 +1069,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public Builder setCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
@@ -1858,17 +1083,17 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000008;
       onChanged();
       return this;
     }
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public Builder setCache(
         dev.icehouse.v1.CachePolicy.Builder builderForValue) {
@@ -1877,21 +1102,21 @@ private static final long serialVersionUID = 0L;
       } else {
         cacheBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000008;
       onChanged();
       return this;
     }
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public Builder mergeCache(dev.icehouse.v1.CachePolicy value) {
       if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000020) != 0) &&
+        if (((bitField0_ & 0x00000008) != 0) &&
           cache_ != null &&
           cache_ != dev.icehouse.v1.CachePolicy.getDefaultInstance()) {
           getCacheBuilder().mergeFrom(value);
@@ -1902,7 +1127,7 @@ private static final long serialVersionUID = 0L;
         cacheBuilder_.mergeFrom(value);
       }
       if (cache_ != null) {
-        bitField0_ |= 0x00000020;
+        bitField0_ |= 0x00000008;
         onChanged();
       }
       return this;
@@ -1910,13 +1135,13 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000020);
+      bitField0_ = (bitField0_ & ~0x00000008);
       cache_ = null;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
@@ -1928,23 +1153,23 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public dev.icehouse.v1.CachePolicy.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000020;
+      bitField0_ |= 0x00000008;
       onChanged();
       return getCacheFieldBuilder().getBuilder();
     }
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     public dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder() {
       if (cacheBuilder_ != null) {
@@ -1957,10 +1182,10 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-     * Absent: read and write, default tenant.
+     * Default: read and write, default tenant.
      * </pre>
      *
-     * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+     * <code>.icehouse.v1.CachePolicy cache = 4;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
         dev.icehouse.v1.CachePolicy, dev.icehouse.v1.CachePolicy.Builder, dev.icehouse.v1.CachePolicyOrBuilder> 
@@ -1982,7 +1207,7 @@ private static final long serialVersionUID = 0L;
      * As for Generate.
      * </pre>
      *
-     * <code>int32 priority = 7;</code>
+     * <code>int32 priority = 5;</code>
      * @return The priority.
      */
     @java.lang.Override
@@ -1994,14 +1219,14 @@ private static final long serialVersionUID = 0L;
      * As for Generate.
      * </pre>
      *
-     * <code>int32 priority = 7;</code>
+     * <code>int32 priority = 5;</code>
      * @param value The priority to set.
      * @return This builder for chaining.
      */
     public Builder setPriority(int value) {
 
       priority_ = value;
-      bitField0_ |= 0x00000040;
+      bitField0_ |= 0x00000010;
       onChanged();
       return this;
     }
@@ -2010,434 +1235,12 @@ private static final long serialVersionUID = 0L;
      * As for Generate.
      * </pre>
      *
-     * <code>int32 priority = 7;</code>
+     * <code>int32 priority = 5;</code>
      * @return This builder for chaining.
      */
     public Builder clearPriority() {
-      bitField0_ = (bitField0_ & ~0x00000040);
+      bitField0_ = (bitField0_ & ~0x00000010);
       priority_ = 0;
-      onChanged();
-      return this;
-    }
-
-    private java.util.List<dev.icehouse.v1.Tool> tools_ =
-      java.util.Collections.emptyList();
-    private void ensureToolsIsMutable() {
-      if (!((bitField0_ & 0x00000080) != 0)) {
-        tools_ = new java.util.ArrayList<dev.icehouse.v1.Tool>(tools_);
-        bitField0_ |= 0x00000080;
-       }
-    }
-
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> toolsBuilder_;
-
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool> getToolsList() {
-      if (toolsBuilder_ == null) {
-        return java.util.Collections.unmodifiableList(tools_);
-      } else {
-        return toolsBuilder_.getMessageList();
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public int getToolsCount() {
-      if (toolsBuilder_ == null) {
-        return tools_.size();
-      } else {
-        return toolsBuilder_.getCount();
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool getTools(int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);
-      } else {
-        return toolsBuilder_.getMessage(index);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.set(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder setTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.set(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.setMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool value) {
-      if (toolsBuilder_ == null) {
-        if (value == null) {
-          throw new NullPointerException();
-        }
-        ensureToolsIsMutable();
-        tools_.add(index, value);
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, value);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addTools(
-        int index, dev.icehouse.v1.Tool.Builder builderForValue) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.add(index, builderForValue.build());
-        onChanged();
-      } else {
-        toolsBuilder_.addMessage(index, builderForValue.build());
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder addAllTools(
-        java.lang.Iterable<? extends dev.icehouse.v1.Tool> values) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        com.google.protobuf.AbstractMessageLite.Builder.addAll(
-            values, tools_);
-        onChanged();
-      } else {
-        toolsBuilder_.addAllMessages(values);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder clearTools() {
-      if (toolsBuilder_ == null) {
-        tools_ = java.util.Collections.emptyList();
-        bitField0_ = (bitField0_ & ~0x00000080);
-        onChanged();
-      } else {
-        toolsBuilder_.clear();
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public Builder removeTools(int index) {
-      if (toolsBuilder_ == null) {
-        ensureToolsIsMutable();
-        tools_.remove(index);
-        onChanged();
-      } else {
-        toolsBuilder_.remove(index);
-      }
-      return this;
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder getToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().getBuilder(index);
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-        int index) {
-      if (toolsBuilder_ == null) {
-        return tools_.get(index);  } else {
-        return toolsBuilder_.getMessageOrBuilder(index);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-         getToolsOrBuilderList() {
-      if (toolsBuilder_ != null) {
-        return toolsBuilder_.getMessageOrBuilderList();
-      } else {
-        return java.util.Collections.unmodifiableList(tools_);
-      }
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder() {
-      return getToolsFieldBuilder().addBuilder(
-          dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public dev.icehouse.v1.Tool.Builder addToolsBuilder(
-        int index) {
-      return getToolsFieldBuilder().addBuilder(
-          index, dev.icehouse.v1.Tool.getDefaultInstance());
-    }
-    /**
-     * <pre>
-     * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-     * Absent: none.
-     * </pre>
-     *
-     * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-     */
-    public java.util.List<dev.icehouse.v1.Tool.Builder> 
-         getToolsBuilderList() {
-      return getToolsFieldBuilder().getBuilderList();
-    }
-    private com.google.protobuf.RepeatedFieldBuilderV3<
-        dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder> 
-        getToolsFieldBuilder() {
-      if (toolsBuilder_ == null) {
-        toolsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
-            dev.icehouse.v1.Tool, dev.icehouse.v1.Tool.Builder, dev.icehouse.v1.ToolOrBuilder>(
-                tools_,
-                ((bitField0_ & 0x00000080) != 0),
-                getParentForChildren(),
-                isClean());
-        tools_ = null;
-      }
-      return toolsBuilder_;
-    }
-
-    private java.lang.Object adapter_ = "";
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The adapter.
-     */
-    public java.lang.String getAdapter() {
-      java.lang.Object ref = adapter_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        adapter_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return The bytes for adapter.
-     */
-    public com.google.protobuf.ByteString
-        getAdapterBytes() {
-      java.lang.Object ref = adapter_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        adapter_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapter(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      adapter_ = value;
-      bitField0_ |= 0x00000100;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearAdapter() {
-      adapter_ = getDefaultInstance().getAdapter();
-      bitField0_ = (bitField0_ & ~0x00000100);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-     * </pre>
-     *
-     * <code>string adapter = 17;</code>
-     * @param value The bytes for adapter to set.
-     * @return This builder for chaining.
-     */
-    public Builder setAdapterBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      adapter_ = value;
-      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }

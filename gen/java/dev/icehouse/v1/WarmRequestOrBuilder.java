@@ -30,7 +30,7 @@ public interface WarmRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -39,7 +39,7 @@ public interface WarmRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model; else NOT_FOUND. Absent: the served model.
+   * Model; otherwise NOT_FOUND. Default: the served model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -50,114 +50,58 @@ public interface WarmRequestOrBuilder extends
 
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return Whether the text field is set.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return Whether the prompt field is set.
    */
-  boolean hasText();
+  boolean hasPrompt();
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
+   * @return The prompt.
    */
-  java.lang.String getText();
+  dev.icehouse.v1.Prompt getPrompt();
   /**
    * <pre>
-   * Plain text.
+   * The prompt; required (PROMPT_MISSING).
    * </pre>
    *
-   * <code>string text = 3;</code>
-   * @return The bytes for text.
+   * <code>.icehouse.v1.Prompt prompt = 3;</code>
    */
-  com.google.protobuf.ByteString
-      getTextBytes();
-
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return Whether the chat field is set.
-   */
-  boolean hasChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   * @return The chat.
-   */
-  dev.icehouse.v1.ChatPrompt getChat();
-  /**
-   * <pre>
-   * A conversation.
-   * </pre>
-   *
-   * <code>.icehouse.v1.ChatPrompt chat = 4;</code>
-   */
-  dev.icehouse.v1.ChatPromptOrBuilder getChatOrBuilder();
-
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return Whether the tokens field is set.
-   */
-  boolean hasTokens();
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   * @return The tokens.
-   */
-  dev.icehouse.v1.TokenPrompt getTokens();
-  /**
-   * <pre>
-   * Token ids.
-   * </pre>
-   *
-   * <code>.icehouse.v1.TokenPrompt tokens = 5;</code>
-   */
-  dev.icehouse.v1.TokenPromptOrBuilder getTokensOrBuilder();
+  dev.icehouse.v1.PromptOrBuilder getPromptOrBuilder();
 
   /**
    * <pre>
    * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
+   * Default: read and write, default tenant.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
    * @return Whether the cache field is set.
    */
   boolean hasCache();
   /**
    * <pre>
    * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
+   * Default: read and write, default tenant.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
    * @return The cache.
    */
   dev.icehouse.v1.CachePolicy getCache();
   /**
    * <pre>
    * Whose prompt it is; a `use` that does not write is refused with PARAMETER_OUT_OF_RANGE.
-   * Absent: read and write, default tenant.
+   * Default: read and write, default tenant.
    * </pre>
    *
-   * <code>.icehouse.v1.CachePolicy cache = 6;</code>
+   * <code>.icehouse.v1.CachePolicy cache = 4;</code>
    */
   dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder();
 
@@ -166,79 +110,8 @@ public interface WarmRequestOrBuilder extends
    * As for Generate.
    * </pre>
    *
-   * <code>int32 priority = 7;</code>
+   * <code>int32 priority = 5;</code>
    * @return The priority.
    */
   int getPriority();
-
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<dev.icehouse.v1.Tool> 
-      getToolsList();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.Tool getTools(int index);
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  int getToolsCount();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  java.util.List<? extends dev.icehouse.v1.ToolOrBuilder> 
-      getToolsOrBuilderList();
-  /**
-   * <pre>
-   * The tools that the conversation is asked with, as for Generate: they are a part of its prompt.
-   * Absent: none.
-   * </pre>
-   *
-   * <code>repeated .icehouse.v1.Tool tools = 10;</code>
-   */
-  dev.icehouse.v1.ToolOrBuilder getToolsOrBuilder(
-      int index);
-
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The adapter.
-   */
-  java.lang.String getAdapter();
-  /**
-   * <pre>
-   * The adapter with which the prompt is computed, as for Generate; else ADAPTER_NOT_FOUND. Absent: none.
-   * </pre>
-   *
-   * <code>string adapter = 17;</code>
-   * @return The bytes for adapter.
-   */
-  com.google.protobuf.ByteString
-      getAdapterBytes();
-
-  dev.icehouse.v1.WarmRequest.PromptCase getPromptCase();
 }

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * The prompt is in the cache.
+ * One event of a warm-up.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.WarmResponse}
@@ -21,7 +21,6 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private WarmResponse() {
-    requestId_ = "";
   }
 
   @java.lang.Override
@@ -44,128 +43,132 @@ private static final long serialVersionUID = 0L;
             dev.icehouse.v1.WarmResponse.class, dev.icehouse.v1.WarmResponse.Builder.class);
   }
 
-  private int bitField0_;
-  public static final int REQUEST_ID_FIELD_NUMBER = 1;
+  private int eventCase_ = 0;
   @SuppressWarnings("serial")
-  private volatile java.lang.Object requestId_ = "";
-  /**
-   * <pre>
-   * The caller's request id, or the one made for it.
-   * </pre>
-   *
-   * <code>string request_id = 1;</code>
-   * @return The requestId.
-   */
-  @java.lang.Override
-  public java.lang.String getRequestId() {
-    java.lang.Object ref = requestId_;
-    if (ref instanceof java.lang.String) {
-      return (java.lang.String) ref;
-    } else {
-      com.google.protobuf.ByteString bs = 
-          (com.google.protobuf.ByteString) ref;
-      java.lang.String s = bs.toStringUtf8();
-      requestId_ = s;
-      return s;
+  private java.lang.Object event_;
+  public enum EventCase
+      implements com.google.protobuf.Internal.EnumLite,
+          com.google.protobuf.AbstractMessage.InternalOneOfEnum {
+    PROGRESS(1),
+    DONE(2),
+    EVENT_NOT_SET(0);
+    private final int value;
+    private EventCase(int value) {
+      this.value = value;
     }
-  }
-  /**
-   * <pre>
-   * The caller's request id, or the one made for it.
-   * </pre>
-   *
-   * <code>string request_id = 1;</code>
-   * @return The bytes for requestId.
-   */
-  @java.lang.Override
-  public com.google.protobuf.ByteString
-      getRequestIdBytes() {
-    java.lang.Object ref = requestId_;
-    if (ref instanceof java.lang.String) {
-      com.google.protobuf.ByteString b = 
-          com.google.protobuf.ByteString.copyFromUtf8(
-              (java.lang.String) ref);
-      requestId_ = b;
-      return b;
-    } else {
-      return (com.google.protobuf.ByteString) ref;
+    /**
+     * @param value The number of the enum to look for.
+     * @return The enum associated with the given number.
+     * @deprecated Use {@link #forNumber(int)} instead.
+     */
+    @java.lang.Deprecated
+    public static EventCase valueOf(int value) {
+      return forNumber(value);
     }
+
+    public static EventCase forNumber(int value) {
+      switch (value) {
+        case 1: return PROGRESS;
+        case 2: return DONE;
+        case 0: return EVENT_NOT_SET;
+        default: return null;
+      }
+    }
+    public int getNumber() {
+      return this.value;
+    }
+  };
+
+  public EventCase
+  getEventCase() {
+    return EventCase.forNumber(
+        eventCase_);
   }
 
-  public static final int CACHE_FIELD_NUMBER = 2;
-  private dev.icehouse.v1.CacheReport cache_;
+  public static final int PROGRESS_FIELD_NUMBER = 1;
   /**
    * <pre>
-   * What was in the cache already.
+   * More of the prompt is computed. The first one when the request leaves the queue.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
-   * @return Whether the cache field is set.
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
   @java.lang.Override
-  public boolean hasCache() {
-    return ((bitField0_ & 0x00000001) != 0);
+  public boolean hasProgress() {
+    return eventCase_ == 1;
   }
   /**
    * <pre>
-   * What was in the cache already.
+   * More of the prompt is computed. The first one when the request leaves the queue.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
-   * @return The cache.
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+   * @return The progress.
    */
   @java.lang.Override
-  public dev.icehouse.v1.CacheReport getCache() {
-    return cache_ == null ? dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
+  public dev.icehouse.v1.WarmProgress getProgress() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.WarmProgress) event_;
+    }
+    return dev.icehouse.v1.WarmProgress.getDefaultInstance();
   }
   /**
    * <pre>
-   * What was in the cache already.
+   * More of the prompt is computed. The first one when the request leaves the queue.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
    */
   @java.lang.Override
-  public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
-    return cache_ == null ? dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
+  public dev.icehouse.v1.WarmProgressOrBuilder getProgressOrBuilder() {
+    if (eventCase_ == 1) {
+       return (dev.icehouse.v1.WarmProgress) event_;
+    }
+    return dev.icehouse.v1.WarmProgress.getDefaultInstance();
   }
 
-  public static final int USAGE_FIELD_NUMBER = 3;
-  private dev.icehouse.v1.Usage usage_;
+  public static final int DONE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * What it cost.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
-   * @return Whether the usage field is set.
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
+   * @return Whether the done field is set.
    */
   @java.lang.Override
-  public boolean hasUsage() {
-    return ((bitField0_ & 0x00000002) != 0);
+  public boolean hasDone() {
+    return eventCase_ == 2;
   }
   /**
    * <pre>
-   * What it cost.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
-   * @return The usage.
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
+   * @return The done.
    */
   @java.lang.Override
-  public dev.icehouse.v1.Usage getUsage() {
-    return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
+  public dev.icehouse.v1.WarmResult getDone() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.WarmResult) event_;
+    }
+    return dev.icehouse.v1.WarmResult.getDefaultInstance();
   }
   /**
    * <pre>
-   * What it cost.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
    */
   @java.lang.Override
-  public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
-    return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
+  public dev.icehouse.v1.WarmResultOrBuilder getDoneOrBuilder() {
+    if (eventCase_ == 2) {
+       return (dev.icehouse.v1.WarmResult) event_;
+    }
+    return dev.icehouse.v1.WarmResult.getDefaultInstance();
   }
 
   private byte memoizedIsInitialized = -1;
@@ -182,14 +185,11 @@ private static final long serialVersionUID = 0L;
   @java.lang.Override
   public void writeTo(com.google.protobuf.CodedOutputStream output)
                       throws java.io.IOException {
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(requestId_)) {
-      com.google.protobuf.GeneratedMessageV3.writeString(output, 1, requestId_);
+    if (eventCase_ == 1) {
+      output.writeMessage(1, (dev.icehouse.v1.WarmProgress) event_);
     }
-    if (((bitField0_ & 0x00000001) != 0)) {
-      output.writeMessage(2, getCache());
-    }
-    if (((bitField0_ & 0x00000002) != 0)) {
-      output.writeMessage(3, getUsage());
+    if (eventCase_ == 2) {
+      output.writeMessage(2, (dev.icehouse.v1.WarmResult) event_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -200,16 +200,13 @@ private static final long serialVersionUID = 0L;
     if (size != -1) return size;
 
     size = 0;
-    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(requestId_)) {
-      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, requestId_);
-    }
-    if (((bitField0_ & 0x00000001) != 0)) {
+    if (eventCase_ == 1) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(2, getCache());
+        .computeMessageSize(1, (dev.icehouse.v1.WarmProgress) event_);
     }
-    if (((bitField0_ & 0x00000002) != 0)) {
+    if (eventCase_ == 2) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(3, getUsage());
+        .computeMessageSize(2, (dev.icehouse.v1.WarmResult) event_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -226,17 +223,18 @@ private static final long serialVersionUID = 0L;
     }
     dev.icehouse.v1.WarmResponse other = (dev.icehouse.v1.WarmResponse) obj;
 
-    if (!getRequestId()
-        .equals(other.getRequestId())) return false;
-    if (hasCache() != other.hasCache()) return false;
-    if (hasCache()) {
-      if (!getCache()
-          .equals(other.getCache())) return false;
-    }
-    if (hasUsage() != other.hasUsage()) return false;
-    if (hasUsage()) {
-      if (!getUsage()
-          .equals(other.getUsage())) return false;
+    if (!getEventCase().equals(other.getEventCase())) return false;
+    switch (eventCase_) {
+      case 1:
+        if (!getProgress()
+            .equals(other.getProgress())) return false;
+        break;
+      case 2:
+        if (!getDone()
+            .equals(other.getDone())) return false;
+        break;
+      case 0:
+      default:
     }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
@@ -249,15 +247,17 @@ private static final long serialVersionUID = 0L;
     }
     int hash = 41;
     hash = (19 * hash) + getDescriptor().hashCode();
-    hash = (37 * hash) + REQUEST_ID_FIELD_NUMBER;
-    hash = (53 * hash) + getRequestId().hashCode();
-    if (hasCache()) {
-      hash = (37 * hash) + CACHE_FIELD_NUMBER;
-      hash = (53 * hash) + getCache().hashCode();
-    }
-    if (hasUsage()) {
-      hash = (37 * hash) + USAGE_FIELD_NUMBER;
-      hash = (53 * hash) + getUsage().hashCode();
+    switch (eventCase_) {
+      case 1:
+        hash = (37 * hash) + PROGRESS_FIELD_NUMBER;
+        hash = (53 * hash) + getProgress().hashCode();
+        break;
+      case 2:
+        hash = (37 * hash) + DONE_FIELD_NUMBER;
+        hash = (53 * hash) + getDone().hashCode();
+        break;
+      case 0:
+      default:
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -358,7 +358,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The prompt is in the cache.
+   * One event of a warm-up.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.WarmResponse}
@@ -382,36 +382,26 @@ private static final long serialVersionUID = 0L;
 
     // Construct using dev.icehouse.v1.WarmResponse.newBuilder()
     private Builder() {
-      maybeForceBuilderInitialization();
+
     }
 
     private Builder(
         com.google.protobuf.GeneratedMessageV3.BuilderParent parent) {
       super(parent);
-      maybeForceBuilderInitialization();
-    }
-    private void maybeForceBuilderInitialization() {
-      if (com.google.protobuf.GeneratedMessageV3
-              .alwaysUseFieldBuilders) {
-        getCacheFieldBuilder();
-        getUsageFieldBuilder();
-      }
+
     }
     @java.lang.Override
     public Builder clear() {
       super.clear();
       bitField0_ = 0;
-      requestId_ = "";
-      cache_ = null;
-      if (cacheBuilder_ != null) {
-        cacheBuilder_.dispose();
-        cacheBuilder_ = null;
+      if (progressBuilder_ != null) {
+        progressBuilder_.clear();
       }
-      usage_ = null;
-      if (usageBuilder_ != null) {
-        usageBuilder_.dispose();
-        usageBuilder_ = null;
+      if (doneBuilder_ != null) {
+        doneBuilder_.clear();
       }
+      eventCase_ = 0;
+      event_ = null;
       return this;
     }
 
@@ -439,29 +429,26 @@ private static final long serialVersionUID = 0L;
     public dev.icehouse.v1.WarmResponse buildPartial() {
       dev.icehouse.v1.WarmResponse result = new dev.icehouse.v1.WarmResponse(this);
       if (bitField0_ != 0) { buildPartial0(result); }
+      buildPartialOneofs(result);
       onBuilt();
       return result;
     }
 
     private void buildPartial0(dev.icehouse.v1.WarmResponse result) {
       int from_bitField0_ = bitField0_;
-      if (((from_bitField0_ & 0x00000001) != 0)) {
-        result.requestId_ = requestId_;
+    }
+
+    private void buildPartialOneofs(dev.icehouse.v1.WarmResponse result) {
+      result.eventCase_ = eventCase_;
+      result.event_ = this.event_;
+      if (eventCase_ == 1 &&
+          progressBuilder_ != null) {
+        result.event_ = progressBuilder_.build();
       }
-      int to_bitField0_ = 0;
-      if (((from_bitField0_ & 0x00000002) != 0)) {
-        result.cache_ = cacheBuilder_ == null
-            ? cache_
-            : cacheBuilder_.build();
-        to_bitField0_ |= 0x00000001;
+      if (eventCase_ == 2 &&
+          doneBuilder_ != null) {
+        result.event_ = doneBuilder_.build();
       }
-      if (((from_bitField0_ & 0x00000004) != 0)) {
-        result.usage_ = usageBuilder_ == null
-            ? usage_
-            : usageBuilder_.build();
-        to_bitField0_ |= 0x00000002;
-      }
-      result.bitField0_ |= to_bitField0_;
     }
 
     @java.lang.Override
@@ -508,16 +495,18 @@ private static final long serialVersionUID = 0L;
 
     public Builder mergeFrom(dev.icehouse.v1.WarmResponse other) {
       if (other == dev.icehouse.v1.WarmResponse.getDefaultInstance()) return this;
-      if (!other.getRequestId().isEmpty()) {
-        requestId_ = other.requestId_;
-        bitField0_ |= 0x00000001;
-        onChanged();
-      }
-      if (other.hasCache()) {
-        mergeCache(other.getCache());
-      }
-      if (other.hasUsage()) {
-        mergeUsage(other.getUsage());
+      switch (other.getEventCase()) {
+        case PROGRESS: {
+          mergeProgress(other.getProgress());
+          break;
+        }
+        case DONE: {
+          mergeDone(other.getDone());
+          break;
+        }
+        case EVENT_NOT_SET: {
+          break;
+        }
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -546,24 +535,19 @@ private static final long serialVersionUID = 0L;
               done = true;
               break;
             case 10: {
-              requestId_ = input.readStringRequireUtf8();
-              bitField0_ |= 0x00000001;
+              input.readMessage(
+                  getProgressFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              eventCase_ = 1;
               break;
             } // case 10
             case 18: {
               input.readMessage(
-                  getCacheFieldBuilder().getBuilder(),
+                  getDoneFieldBuilder().getBuilder(),
                   extensionRegistry);
-              bitField0_ |= 0x00000002;
+              eventCase_ = 2;
               break;
             } // case 18
-            case 26: {
-              input.readMessage(
-                  getUsageFieldBuilder().getBuilder(),
-                  extensionRegistry);
-              bitField0_ |= 0x00000004;
-              break;
-            } // case 26
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -579,412 +563,377 @@ private static final long serialVersionUID = 0L;
       } // finally
       return this;
     }
+    private int eventCase_ = 0;
+    private java.lang.Object event_;
+    public EventCase
+        getEventCase() {
+      return EventCase.forNumber(
+          eventCase_);
+    }
+
+    public Builder clearEvent() {
+      eventCase_ = 0;
+      event_ = null;
+      onChanged();
+      return this;
+    }
+
     private int bitField0_;
 
-    private java.lang.Object requestId_ = "";
-    /**
-     * <pre>
-     * The caller's request id, or the one made for it.
-     * </pre>
-     *
-     * <code>string request_id = 1;</code>
-     * @return The requestId.
-     */
-    public java.lang.String getRequestId() {
-      java.lang.Object ref = requestId_;
-      if (!(ref instanceof java.lang.String)) {
-        com.google.protobuf.ByteString bs =
-            (com.google.protobuf.ByteString) ref;
-        java.lang.String s = bs.toStringUtf8();
-        requestId_ = s;
-        return s;
-      } else {
-        return (java.lang.String) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The caller's request id, or the one made for it.
-     * </pre>
-     *
-     * <code>string request_id = 1;</code>
-     * @return The bytes for requestId.
-     */
-    public com.google.protobuf.ByteString
-        getRequestIdBytes() {
-      java.lang.Object ref = requestId_;
-      if (ref instanceof String) {
-        com.google.protobuf.ByteString b = 
-            com.google.protobuf.ByteString.copyFromUtf8(
-                (java.lang.String) ref);
-        requestId_ = b;
-        return b;
-      } else {
-        return (com.google.protobuf.ByteString) ref;
-      }
-    }
-    /**
-     * <pre>
-     * The caller's request id, or the one made for it.
-     * </pre>
-     *
-     * <code>string request_id = 1;</code>
-     * @param value The requestId to set.
-     * @return This builder for chaining.
-     */
-    public Builder setRequestId(
-        java.lang.String value) {
-      if (value == null) { throw new NullPointerException(); }
-      requestId_ = value;
-      bitField0_ |= 0x00000001;
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The caller's request id, or the one made for it.
-     * </pre>
-     *
-     * <code>string request_id = 1;</code>
-     * @return This builder for chaining.
-     */
-    public Builder clearRequestId() {
-      requestId_ = getDefaultInstance().getRequestId();
-      bitField0_ = (bitField0_ & ~0x00000001);
-      onChanged();
-      return this;
-    }
-    /**
-     * <pre>
-     * The caller's request id, or the one made for it.
-     * </pre>
-     *
-     * <code>string request_id = 1;</code>
-     * @param value The bytes for requestId to set.
-     * @return This builder for chaining.
-     */
-    public Builder setRequestIdBytes(
-        com.google.protobuf.ByteString value) {
-      if (value == null) { throw new NullPointerException(); }
-      checkByteStringIsUtf8(value);
-      requestId_ = value;
-      bitField0_ |= 0x00000001;
-      onChanged();
-      return this;
-    }
-
-    private dev.icehouse.v1.CacheReport cache_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> cacheBuilder_;
+        dev.icehouse.v1.WarmProgress, dev.icehouse.v1.WarmProgress.Builder, dev.icehouse.v1.WarmProgressOrBuilder> progressBuilder_;
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
-     * @return Whether the cache field is set.
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+     * @return Whether the progress field is set.
      */
-    public boolean hasCache() {
-      return ((bitField0_ & 0x00000002) != 0);
+    @java.lang.Override
+    public boolean hasProgress() {
+      return eventCase_ == 1;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
-     * @return The cache.
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+     * @return The progress.
      */
-    public dev.icehouse.v1.CacheReport getCache() {
-      if (cacheBuilder_ == null) {
-        return cache_ == null ? dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
+    @java.lang.Override
+    public dev.icehouse.v1.WarmProgress getProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.WarmProgress) event_;
+        }
+        return dev.icehouse.v1.WarmProgress.getDefaultInstance();
       } else {
-        return cacheBuilder_.getMessage();
+        if (eventCase_ == 1) {
+          return progressBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.WarmProgress.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
-    public Builder setCache(dev.icehouse.v1.CacheReport value) {
-      if (cacheBuilder_ == null) {
+    public Builder setProgress(dev.icehouse.v1.WarmProgress value) {
+      if (progressBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        cache_ = value;
+        event_ = value;
+        onChanged();
       } else {
-        cacheBuilder_.setMessage(value);
+        progressBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000002;
-      onChanged();
+      eventCase_ = 1;
       return this;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
-    public Builder setCache(
-        dev.icehouse.v1.CacheReport.Builder builderForValue) {
-      if (cacheBuilder_ == null) {
-        cache_ = builderForValue.build();
+    public Builder setProgress(
+        dev.icehouse.v1.WarmProgress.Builder builderForValue) {
+      if (progressBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
       } else {
-        cacheBuilder_.setMessage(builderForValue.build());
+        progressBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000002;
-      onChanged();
+      eventCase_ = 1;
       return this;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
-    public Builder mergeCache(dev.icehouse.v1.CacheReport value) {
-      if (cacheBuilder_ == null) {
-        if (((bitField0_ & 0x00000002) != 0) &&
-          cache_ != null &&
-          cache_ != dev.icehouse.v1.CacheReport.getDefaultInstance()) {
-          getCacheBuilder().mergeFrom(value);
+    public Builder mergeProgress(dev.icehouse.v1.WarmProgress value) {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1 &&
+            event_ != dev.icehouse.v1.WarmProgress.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.WarmProgress.newBuilder((dev.icehouse.v1.WarmProgress) event_)
+              .mergeFrom(value).buildPartial();
         } else {
-          cache_ = value;
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 1) {
+          progressBuilder_.mergeFrom(value);
+        } else {
+          progressBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 1;
+      return this;
+    }
+    /**
+     * <pre>
+     * More of the prompt is computed. The first one when the request leaves the queue.
+     * </pre>
+     *
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+     */
+    public Builder clearProgress() {
+      if (progressBuilder_ == null) {
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
         }
       } else {
-        cacheBuilder_.mergeFrom(value);
-      }
-      if (cache_ != null) {
-        bitField0_ |= 0x00000002;
-        onChanged();
+        if (eventCase_ == 1) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        progressBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
-    public Builder clearCache() {
-      bitField0_ = (bitField0_ & ~0x00000002);
-      cache_ = null;
-      if (cacheBuilder_ != null) {
-        cacheBuilder_.dispose();
-        cacheBuilder_ = null;
-      }
-      onChanged();
-      return this;
+    public dev.icehouse.v1.WarmProgress.Builder getProgressBuilder() {
+      return getProgressFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
-    public dev.icehouse.v1.CacheReport.Builder getCacheBuilder() {
-      bitField0_ |= 0x00000002;
-      onChanged();
-      return getCacheFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * What was in the cache already.
-     * </pre>
-     *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
-     */
-    public dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder() {
-      if (cacheBuilder_ != null) {
-        return cacheBuilder_.getMessageOrBuilder();
+    @java.lang.Override
+    public dev.icehouse.v1.WarmProgressOrBuilder getProgressOrBuilder() {
+      if ((eventCase_ == 1) && (progressBuilder_ != null)) {
+        return progressBuilder_.getMessageOrBuilder();
       } else {
-        return cache_ == null ?
-            dev.icehouse.v1.CacheReport.getDefaultInstance() : cache_;
+        if (eventCase_ == 1) {
+          return (dev.icehouse.v1.WarmProgress) event_;
+        }
+        return dev.icehouse.v1.WarmProgress.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * More of the prompt is computed. The first one when the request leaves the queue.
      * </pre>
      *
-     * <code>.icehouse.v1.CacheReport cache = 2;</code>
+     * <code>.icehouse.v1.WarmProgress progress = 1;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> 
-        getCacheFieldBuilder() {
-      if (cacheBuilder_ == null) {
-        cacheBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder>(
-                getCache(),
+        dev.icehouse.v1.WarmProgress, dev.icehouse.v1.WarmProgress.Builder, dev.icehouse.v1.WarmProgressOrBuilder> 
+        getProgressFieldBuilder() {
+      if (progressBuilder_ == null) {
+        if (!(eventCase_ == 1)) {
+          event_ = dev.icehouse.v1.WarmProgress.getDefaultInstance();
+        }
+        progressBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.WarmProgress, dev.icehouse.v1.WarmProgress.Builder, dev.icehouse.v1.WarmProgressOrBuilder>(
+                (dev.icehouse.v1.WarmProgress) event_,
                 getParentForChildren(),
                 isClean());
-        cache_ = null;
+        event_ = null;
       }
-      return cacheBuilder_;
+      eventCase_ = 1;
+      onChanged();
+      return progressBuilder_;
     }
 
-    private dev.icehouse.v1.Usage usage_;
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> usageBuilder_;
+        dev.icehouse.v1.WarmResult, dev.icehouse.v1.WarmResult.Builder, dev.icehouse.v1.WarmResultOrBuilder> doneBuilder_;
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
-     * @return Whether the usage field is set.
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
+     * @return Whether the done field is set.
      */
-    public boolean hasUsage() {
-      return ((bitField0_ & 0x00000004) != 0);
+    @java.lang.Override
+    public boolean hasDone() {
+      return eventCase_ == 2;
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
-     * @return The usage.
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
+     * @return The done.
      */
-    public dev.icehouse.v1.Usage getUsage() {
-      if (usageBuilder_ == null) {
-        return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
+    @java.lang.Override
+    public dev.icehouse.v1.WarmResult getDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.WarmResult) event_;
+        }
+        return dev.icehouse.v1.WarmResult.getDefaultInstance();
       } else {
-        return usageBuilder_.getMessage();
+        if (eventCase_ == 2) {
+          return doneBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.WarmResult.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
-    public Builder setUsage(dev.icehouse.v1.Usage value) {
-      if (usageBuilder_ == null) {
+    public Builder setDone(dev.icehouse.v1.WarmResult value) {
+      if (doneBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
-        usage_ = value;
+        event_ = value;
+        onChanged();
       } else {
-        usageBuilder_.setMessage(value);
+        doneBuilder_.setMessage(value);
       }
-      bitField0_ |= 0x00000004;
-      onChanged();
+      eventCase_ = 2;
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
-    public Builder setUsage(
-        dev.icehouse.v1.Usage.Builder builderForValue) {
-      if (usageBuilder_ == null) {
-        usage_ = builderForValue.build();
+    public Builder setDone(
+        dev.icehouse.v1.WarmResult.Builder builderForValue) {
+      if (doneBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
       } else {
-        usageBuilder_.setMessage(builderForValue.build());
+        doneBuilder_.setMessage(builderForValue.build());
       }
-      bitField0_ |= 0x00000004;
-      onChanged();
+      eventCase_ = 2;
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
-    public Builder mergeUsage(dev.icehouse.v1.Usage value) {
-      if (usageBuilder_ == null) {
-        if (((bitField0_ & 0x00000004) != 0) &&
-          usage_ != null &&
-          usage_ != dev.icehouse.v1.Usage.getDefaultInstance()) {
-          getUsageBuilder().mergeFrom(value);
+    public Builder mergeDone(dev.icehouse.v1.WarmResult value) {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2 &&
+            event_ != dev.icehouse.v1.WarmResult.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.WarmResult.newBuilder((dev.icehouse.v1.WarmResult) event_)
+              .mergeFrom(value).buildPartial();
         } else {
-          usage_ = value;
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 2) {
+          doneBuilder_.mergeFrom(value);
+        } else {
+          doneBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 2;
+      return this;
+    }
+    /**
+     * <pre>
+     * The prompt is in the cache. Once, last.
+     * </pre>
+     *
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
+     */
+    public Builder clearDone() {
+      if (doneBuilder_ == null) {
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
         }
       } else {
-        usageBuilder_.mergeFrom(value);
-      }
-      if (usage_ != null) {
-        bitField0_ |= 0x00000004;
-        onChanged();
+        if (eventCase_ == 2) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        doneBuilder_.clear();
       }
       return this;
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
-    public Builder clearUsage() {
-      bitField0_ = (bitField0_ & ~0x00000004);
-      usage_ = null;
-      if (usageBuilder_ != null) {
-        usageBuilder_.dispose();
-        usageBuilder_ = null;
-      }
-      onChanged();
-      return this;
+    public dev.icehouse.v1.WarmResult.Builder getDoneBuilder() {
+      return getDoneFieldBuilder().getBuilder();
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
-    public dev.icehouse.v1.Usage.Builder getUsageBuilder() {
-      bitField0_ |= 0x00000004;
-      onChanged();
-      return getUsageFieldBuilder().getBuilder();
-    }
-    /**
-     * <pre>
-     * What it cost.
-     * </pre>
-     *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
-     */
-    public dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder() {
-      if (usageBuilder_ != null) {
-        return usageBuilder_.getMessageOrBuilder();
+    @java.lang.Override
+    public dev.icehouse.v1.WarmResultOrBuilder getDoneOrBuilder() {
+      if ((eventCase_ == 2) && (doneBuilder_ != null)) {
+        return doneBuilder_.getMessageOrBuilder();
       } else {
-        return usage_ == null ?
-            dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
+        if (eventCase_ == 2) {
+          return (dev.icehouse.v1.WarmResult) event_;
+        }
+        return dev.icehouse.v1.WarmResult.getDefaultInstance();
       }
     }
     /**
      * <pre>
-     * What it cost.
+     * The prompt is in the cache. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.Usage usage = 3;</code>
+     * <code>.icehouse.v1.WarmResult done = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder> 
-        getUsageFieldBuilder() {
-      if (usageBuilder_ == null) {
-        usageBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.Usage, dev.icehouse.v1.Usage.Builder, dev.icehouse.v1.UsageOrBuilder>(
-                getUsage(),
+        dev.icehouse.v1.WarmResult, dev.icehouse.v1.WarmResult.Builder, dev.icehouse.v1.WarmResultOrBuilder> 
+        getDoneFieldBuilder() {
+      if (doneBuilder_ == null) {
+        if (!(eventCase_ == 2)) {
+          event_ = dev.icehouse.v1.WarmResult.getDefaultInstance();
+        }
+        doneBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.WarmResult, dev.icehouse.v1.WarmResult.Builder, dev.icehouse.v1.WarmResultOrBuilder>(
+                (dev.icehouse.v1.WarmResult) event_,
                 getParentForChildren(),
                 isClean());
-        usage_ = null;
+        event_ = null;
       }
-      return usageBuilder_;
+      eventCase_ = 2;
+      onChanged();
+      return doneBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -10,75 +10,57 @@ public interface WarmResponseOrBuilder extends
 
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * More of the prompt is computed. The first one when the request leaves the queue.
    * </pre>
    *
-   * <code>string request_id = 1;</code>
-   * @return The requestId.
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+   * @return Whether the progress field is set.
    */
-  java.lang.String getRequestId();
+  boolean hasProgress();
   /**
    * <pre>
-   * The caller's request id, or the one made for it.
+   * More of the prompt is computed. The first one when the request leaves the queue.
    * </pre>
    *
-   * <code>string request_id = 1;</code>
-   * @return The bytes for requestId.
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+   * @return The progress.
    */
-  com.google.protobuf.ByteString
-      getRequestIdBytes();
+  dev.icehouse.v1.WarmProgress getProgress();
+  /**
+   * <pre>
+   * More of the prompt is computed. The first one when the request leaves the queue.
+   * </pre>
+   *
+   * <code>.icehouse.v1.WarmProgress progress = 1;</code>
+   */
+  dev.icehouse.v1.WarmProgressOrBuilder getProgressOrBuilder();
 
   /**
    * <pre>
-   * What was in the cache already.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
-   * @return Whether the cache field is set.
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
+   * @return Whether the done field is set.
    */
-  boolean hasCache();
+  boolean hasDone();
   /**
    * <pre>
-   * What was in the cache already.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
-   * @return The cache.
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
+   * @return The done.
    */
-  dev.icehouse.v1.CacheReport getCache();
+  dev.icehouse.v1.WarmResult getDone();
   /**
    * <pre>
-   * What was in the cache already.
+   * The prompt is in the cache. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.CacheReport cache = 2;</code>
+   * <code>.icehouse.v1.WarmResult done = 2;</code>
    */
-  dev.icehouse.v1.CacheReportOrBuilder getCacheOrBuilder();
+  dev.icehouse.v1.WarmResultOrBuilder getDoneOrBuilder();
 
-  /**
-   * <pre>
-   * What it cost.
-   * </pre>
-   *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
-   * @return Whether the usage field is set.
-   */
-  boolean hasUsage();
-  /**
-   * <pre>
-   * What it cost.
-   * </pre>
-   *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
-   * @return The usage.
-   */
-  dev.icehouse.v1.Usage getUsage();
-  /**
-   * <pre>
-   * What it cost.
-   * </pre>
-   *
-   * <code>.icehouse.v1.Usage usage = 3;</code>
-   */
-  dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder();
+  dev.icehouse.v1.WarmResponse.EventCase getEventCase();
 }

@@ -6,41 +6,41 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * How far a removal is.
+ * One event of the removal of all blocks.
  * </pre>
  *
- * Protobuf type {@code icehouse.v1.EvictWithProgressResponse}
+ * Protobuf type {@code icehouse.v1.EvictAllResponse}
  */
-public final class EvictWithProgressResponse extends
+public final class EvictAllResponse extends
     com.google.protobuf.GeneratedMessageV3 implements
-    // @@protoc_insertion_point(message_implements:icehouse.v1.EvictWithProgressResponse)
-    EvictWithProgressResponseOrBuilder {
+    // @@protoc_insertion_point(message_implements:icehouse.v1.EvictAllResponse)
+    EvictAllResponseOrBuilder {
 private static final long serialVersionUID = 0L;
-  // Use EvictWithProgressResponse.newBuilder() to construct.
-  private EvictWithProgressResponse(com.google.protobuf.GeneratedMessageV3.Builder<?> builder) {
+  // Use EvictAllResponse.newBuilder() to construct.
+  private EvictAllResponse(com.google.protobuf.GeneratedMessageV3.Builder<?> builder) {
     super(builder);
   }
-  private EvictWithProgressResponse() {
+  private EvictAllResponse() {
   }
 
   @java.lang.Override
   @SuppressWarnings({"unused"})
   protected java.lang.Object newInstance(
       UnusedPrivateParameter unused) {
-    return new EvictWithProgressResponse();
+    return new EvictAllResponse();
   }
 
   public static final com.google.protobuf.Descriptors.Descriptor
       getDescriptor() {
-    return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictWithProgressResponse_descriptor;
+    return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictAllResponse_descriptor;
   }
 
   @java.lang.Override
   protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internalGetFieldAccessorTable() {
-    return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictWithProgressResponse_fieldAccessorTable
+    return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictAllResponse_fieldAccessorTable
         .ensureFieldAccessorsInitialized(
-            dev.icehouse.v1.EvictWithProgressResponse.class, dev.icehouse.v1.EvictWithProgressResponse.Builder.class);
+            dev.icehouse.v1.EvictAllResponse.class, dev.icehouse.v1.EvictAllResponse.Builder.class);
   }
 
   private int eventCase_ = 0;
@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
       implements com.google.protobuf.Internal.EnumLite,
           com.google.protobuf.AbstractMessage.InternalOneOfEnum {
     PROGRESS(1),
-    FINISHED(2),
+    DONE(2),
     EVENT_NOT_SET(0);
     private final int value;
     private EventCase(int value) {
@@ -69,7 +69,7 @@ private static final long serialVersionUID = 0L;
     public static EventCase forNumber(int value) {
       switch (value) {
         case 1: return PROGRESS;
-        case 2: return FINISHED;
+        case 2: return DONE;
         case 0: return EVENT_NOT_SET;
         default: return null;
       }
@@ -128,17 +128,17 @@ private static final long serialVersionUID = 0L;
     return dev.icehouse.v1.EvictProgress.getDefaultInstance();
   }
 
-  public static final int FINISHED_FIELD_NUMBER = 2;
+  public static final int DONE_FIELD_NUMBER = 2;
   /**
    * <pre>
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-   * @return Whether the finished field is set.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return Whether the done field is set.
    */
   @java.lang.Override
-  public boolean hasFinished() {
+  public boolean hasDone() {
     return eventCase_ == 2;
   }
   /**
@@ -146,29 +146,29 @@ private static final long serialVersionUID = 0L;
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-   * @return The finished.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return The done.
    */
   @java.lang.Override
-  public dev.icehouse.v1.EvictResponse getFinished() {
+  public dev.icehouse.v1.EvictResult getDone() {
     if (eventCase_ == 2) {
-       return (dev.icehouse.v1.EvictResponse) event_;
+       return (dev.icehouse.v1.EvictResult) event_;
     }
-    return dev.icehouse.v1.EvictResponse.getDefaultInstance();
+    return dev.icehouse.v1.EvictResult.getDefaultInstance();
   }
   /**
    * <pre>
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
    */
   @java.lang.Override
-  public dev.icehouse.v1.EvictResponseOrBuilder getFinishedOrBuilder() {
+  public dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder() {
     if (eventCase_ == 2) {
-       return (dev.icehouse.v1.EvictResponse) event_;
+       return (dev.icehouse.v1.EvictResult) event_;
     }
-    return dev.icehouse.v1.EvictResponse.getDefaultInstance();
+    return dev.icehouse.v1.EvictResult.getDefaultInstance();
   }
 
   private byte memoizedIsInitialized = -1;
@@ -189,7 +189,7 @@ private static final long serialVersionUID = 0L;
       output.writeMessage(1, (dev.icehouse.v1.EvictProgress) event_);
     }
     if (eventCase_ == 2) {
-      output.writeMessage(2, (dev.icehouse.v1.EvictResponse) event_);
+      output.writeMessage(2, (dev.icehouse.v1.EvictResult) event_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -206,7 +206,7 @@ private static final long serialVersionUID = 0L;
     }
     if (eventCase_ == 2) {
       size += com.google.protobuf.CodedOutputStream
-        .computeMessageSize(2, (dev.icehouse.v1.EvictResponse) event_);
+        .computeMessageSize(2, (dev.icehouse.v1.EvictResult) event_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -218,10 +218,10 @@ private static final long serialVersionUID = 0L;
     if (obj == this) {
      return true;
     }
-    if (!(obj instanceof dev.icehouse.v1.EvictWithProgressResponse)) {
+    if (!(obj instanceof dev.icehouse.v1.EvictAllResponse)) {
       return super.equals(obj);
     }
-    dev.icehouse.v1.EvictWithProgressResponse other = (dev.icehouse.v1.EvictWithProgressResponse) obj;
+    dev.icehouse.v1.EvictAllResponse other = (dev.icehouse.v1.EvictAllResponse) obj;
 
     if (!getEventCase().equals(other.getEventCase())) return false;
     switch (eventCase_) {
@@ -230,8 +230,8 @@ private static final long serialVersionUID = 0L;
             .equals(other.getProgress())) return false;
         break;
       case 2:
-        if (!getFinished()
-            .equals(other.getFinished())) return false;
+        if (!getDone()
+            .equals(other.getDone())) return false;
         break;
       case 0:
       default:
@@ -253,8 +253,8 @@ private static final long serialVersionUID = 0L;
         hash = (53 * hash) + getProgress().hashCode();
         break;
       case 2:
-        hash = (37 * hash) + FINISHED_FIELD_NUMBER;
-        hash = (53 * hash) + getFinished().hashCode();
+        hash = (37 * hash) + DONE_FIELD_NUMBER;
+        hash = (53 * hash) + getDone().hashCode();
         break;
       case 0:
       default:
@@ -264,44 +264,44 @@ private static final long serialVersionUID = 0L;
     return hash;
   }
 
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       java.nio.ByteBuffer data)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       java.nio.ByteBuffer data,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data, extensionRegistry);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       com.google.protobuf.ByteString data)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       com.google.protobuf.ByteString data,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data, extensionRegistry);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(byte[] data)
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(byte[] data)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       byte[] data,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws com.google.protobuf.InvalidProtocolBufferException {
     return PARSER.parseFrom(data, extensionRegistry);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(java.io.InputStream input)
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(java.io.InputStream input)
       throws java.io.IOException {
     return com.google.protobuf.GeneratedMessageV3
         .parseWithIOException(PARSER, input);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       java.io.InputStream input,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws java.io.IOException {
@@ -309,26 +309,26 @@ private static final long serialVersionUID = 0L;
         .parseWithIOException(PARSER, input, extensionRegistry);
   }
 
-  public static dev.icehouse.v1.EvictWithProgressResponse parseDelimitedFrom(java.io.InputStream input)
+  public static dev.icehouse.v1.EvictAllResponse parseDelimitedFrom(java.io.InputStream input)
       throws java.io.IOException {
     return com.google.protobuf.GeneratedMessageV3
         .parseDelimitedWithIOException(PARSER, input);
   }
 
-  public static dev.icehouse.v1.EvictWithProgressResponse parseDelimitedFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseDelimitedFrom(
       java.io.InputStream input,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws java.io.IOException {
     return com.google.protobuf.GeneratedMessageV3
         .parseDelimitedWithIOException(PARSER, input, extensionRegistry);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       com.google.protobuf.CodedInputStream input)
       throws java.io.IOException {
     return com.google.protobuf.GeneratedMessageV3
         .parseWithIOException(PARSER, input);
   }
-  public static dev.icehouse.v1.EvictWithProgressResponse parseFrom(
+  public static dev.icehouse.v1.EvictAllResponse parseFrom(
       com.google.protobuf.CodedInputStream input,
       com.google.protobuf.ExtensionRegistryLite extensionRegistry)
       throws java.io.IOException {
@@ -341,7 +341,7 @@ private static final long serialVersionUID = 0L;
   public static Builder newBuilder() {
     return DEFAULT_INSTANCE.toBuilder();
   }
-  public static Builder newBuilder(dev.icehouse.v1.EvictWithProgressResponse prototype) {
+  public static Builder newBuilder(dev.icehouse.v1.EvictAllResponse prototype) {
     return DEFAULT_INSTANCE.toBuilder().mergeFrom(prototype);
   }
   @java.lang.Override
@@ -358,29 +358,29 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How far a removal is.
+   * One event of the removal of all blocks.
    * </pre>
    *
-   * Protobuf type {@code icehouse.v1.EvictWithProgressResponse}
+   * Protobuf type {@code icehouse.v1.EvictAllResponse}
    */
   public static final class Builder extends
       com.google.protobuf.GeneratedMessageV3.Builder<Builder> implements
-      // @@protoc_insertion_point(builder_implements:icehouse.v1.EvictWithProgressResponse)
-      dev.icehouse.v1.EvictWithProgressResponseOrBuilder {
+      // @@protoc_insertion_point(builder_implements:icehouse.v1.EvictAllResponse)
+      dev.icehouse.v1.EvictAllResponseOrBuilder {
     public static final com.google.protobuf.Descriptors.Descriptor
         getDescriptor() {
-      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictWithProgressResponse_descriptor;
+      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictAllResponse_descriptor;
     }
 
     @java.lang.Override
     protected com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
         internalGetFieldAccessorTable() {
-      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictWithProgressResponse_fieldAccessorTable
+      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictAllResponse_fieldAccessorTable
           .ensureFieldAccessorsInitialized(
-              dev.icehouse.v1.EvictWithProgressResponse.class, dev.icehouse.v1.EvictWithProgressResponse.Builder.class);
+              dev.icehouse.v1.EvictAllResponse.class, dev.icehouse.v1.EvictAllResponse.Builder.class);
     }
 
-    // Construct using dev.icehouse.v1.EvictWithProgressResponse.newBuilder()
+    // Construct using dev.icehouse.v1.EvictAllResponse.newBuilder()
     private Builder() {
 
     }
@@ -397,8 +397,8 @@ private static final long serialVersionUID = 0L;
       if (progressBuilder_ != null) {
         progressBuilder_.clear();
       }
-      if (finishedBuilder_ != null) {
-        finishedBuilder_.clear();
+      if (doneBuilder_ != null) {
+        doneBuilder_.clear();
       }
       eventCase_ = 0;
       event_ = null;
@@ -408,17 +408,17 @@ private static final long serialVersionUID = 0L;
     @java.lang.Override
     public com.google.protobuf.Descriptors.Descriptor
         getDescriptorForType() {
-      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictWithProgressResponse_descriptor;
+      return dev.icehouse.v1.CacheServiceOuterClass.internal_static_icehouse_v1_EvictAllResponse_descriptor;
     }
 
     @java.lang.Override
-    public dev.icehouse.v1.EvictWithProgressResponse getDefaultInstanceForType() {
-      return dev.icehouse.v1.EvictWithProgressResponse.getDefaultInstance();
+    public dev.icehouse.v1.EvictAllResponse getDefaultInstanceForType() {
+      return dev.icehouse.v1.EvictAllResponse.getDefaultInstance();
     }
 
     @java.lang.Override
-    public dev.icehouse.v1.EvictWithProgressResponse build() {
-      dev.icehouse.v1.EvictWithProgressResponse result = buildPartial();
+    public dev.icehouse.v1.EvictAllResponse build() {
+      dev.icehouse.v1.EvictAllResponse result = buildPartial();
       if (!result.isInitialized()) {
         throw newUninitializedMessageException(result);
       }
@@ -426,19 +426,19 @@ private static final long serialVersionUID = 0L;
     }
 
     @java.lang.Override
-    public dev.icehouse.v1.EvictWithProgressResponse buildPartial() {
-      dev.icehouse.v1.EvictWithProgressResponse result = new dev.icehouse.v1.EvictWithProgressResponse(this);
+    public dev.icehouse.v1.EvictAllResponse buildPartial() {
+      dev.icehouse.v1.EvictAllResponse result = new dev.icehouse.v1.EvictAllResponse(this);
       if (bitField0_ != 0) { buildPartial0(result); }
       buildPartialOneofs(result);
       onBuilt();
       return result;
     }
 
-    private void buildPartial0(dev.icehouse.v1.EvictWithProgressResponse result) {
+    private void buildPartial0(dev.icehouse.v1.EvictAllResponse result) {
       int from_bitField0_ = bitField0_;
     }
 
-    private void buildPartialOneofs(dev.icehouse.v1.EvictWithProgressResponse result) {
+    private void buildPartialOneofs(dev.icehouse.v1.EvictAllResponse result) {
       result.eventCase_ = eventCase_;
       result.event_ = this.event_;
       if (eventCase_ == 1 &&
@@ -446,8 +446,8 @@ private static final long serialVersionUID = 0L;
         result.event_ = progressBuilder_.build();
       }
       if (eventCase_ == 2 &&
-          finishedBuilder_ != null) {
-        result.event_ = finishedBuilder_.build();
+          doneBuilder_ != null) {
+        result.event_ = doneBuilder_.build();
       }
     }
 
@@ -485,23 +485,23 @@ private static final long serialVersionUID = 0L;
     }
     @java.lang.Override
     public Builder mergeFrom(com.google.protobuf.Message other) {
-      if (other instanceof dev.icehouse.v1.EvictWithProgressResponse) {
-        return mergeFrom((dev.icehouse.v1.EvictWithProgressResponse)other);
+      if (other instanceof dev.icehouse.v1.EvictAllResponse) {
+        return mergeFrom((dev.icehouse.v1.EvictAllResponse)other);
       } else {
         super.mergeFrom(other);
         return this;
       }
     }
 
-    public Builder mergeFrom(dev.icehouse.v1.EvictWithProgressResponse other) {
-      if (other == dev.icehouse.v1.EvictWithProgressResponse.getDefaultInstance()) return this;
+    public Builder mergeFrom(dev.icehouse.v1.EvictAllResponse other) {
+      if (other == dev.icehouse.v1.EvictAllResponse.getDefaultInstance()) return this;
       switch (other.getEventCase()) {
         case PROGRESS: {
           mergeProgress(other.getProgress());
           break;
         }
-        case FINISHED: {
-          mergeFinished(other.getFinished());
+        case DONE: {
+          mergeDone(other.getDone());
           break;
         }
         case EVENT_NOT_SET: {
@@ -543,7 +543,7 @@ private static final long serialVersionUID = 0L;
             } // case 10
             case 18: {
               input.readMessage(
-                  getFinishedFieldBuilder().getBuilder(),
+                  getDoneFieldBuilder().getBuilder(),
                   extensionRegistry);
               eventCase_ = 2;
               break;
@@ -759,17 +759,17 @@ private static final long serialVersionUID = 0L;
     }
 
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.EvictResponse, dev.icehouse.v1.EvictResponse.Builder, dev.icehouse.v1.EvictResponseOrBuilder> finishedBuilder_;
+        dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder> doneBuilder_;
     /**
      * <pre>
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-     * @return Whether the finished field is set.
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     * @return Whether the done field is set.
      */
     @java.lang.Override
-    public boolean hasFinished() {
+    public boolean hasDone() {
       return eventCase_ == 2;
     }
     /**
@@ -777,21 +777,21 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-     * @return The finished.
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
+     * @return The done.
      */
     @java.lang.Override
-    public dev.icehouse.v1.EvictResponse getFinished() {
-      if (finishedBuilder_ == null) {
+    public dev.icehouse.v1.EvictResult getDone() {
+      if (doneBuilder_ == null) {
         if (eventCase_ == 2) {
-          return (dev.icehouse.v1.EvictResponse) event_;
+          return (dev.icehouse.v1.EvictResult) event_;
         }
-        return dev.icehouse.v1.EvictResponse.getDefaultInstance();
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
       } else {
         if (eventCase_ == 2) {
-          return finishedBuilder_.getMessage();
+          return doneBuilder_.getMessage();
         }
-        return dev.icehouse.v1.EvictResponse.getDefaultInstance();
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
       }
     }
     /**
@@ -799,17 +799,17 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public Builder setFinished(dev.icehouse.v1.EvictResponse value) {
-      if (finishedBuilder_ == null) {
+    public Builder setDone(dev.icehouse.v1.EvictResult value) {
+      if (doneBuilder_ == null) {
         if (value == null) {
           throw new NullPointerException();
         }
         event_ = value;
         onChanged();
       } else {
-        finishedBuilder_.setMessage(value);
+        doneBuilder_.setMessage(value);
       }
       eventCase_ = 2;
       return this;
@@ -819,15 +819,15 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public Builder setFinished(
-        dev.icehouse.v1.EvictResponse.Builder builderForValue) {
-      if (finishedBuilder_ == null) {
+    public Builder setDone(
+        dev.icehouse.v1.EvictResult.Builder builderForValue) {
+      if (doneBuilder_ == null) {
         event_ = builderForValue.build();
         onChanged();
       } else {
-        finishedBuilder_.setMessage(builderForValue.build());
+        doneBuilder_.setMessage(builderForValue.build());
       }
       eventCase_ = 2;
       return this;
@@ -837,13 +837,13 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public Builder mergeFinished(dev.icehouse.v1.EvictResponse value) {
-      if (finishedBuilder_ == null) {
+    public Builder mergeDone(dev.icehouse.v1.EvictResult value) {
+      if (doneBuilder_ == null) {
         if (eventCase_ == 2 &&
-            event_ != dev.icehouse.v1.EvictResponse.getDefaultInstance()) {
-          event_ = dev.icehouse.v1.EvictResponse.newBuilder((dev.icehouse.v1.EvictResponse) event_)
+            event_ != dev.icehouse.v1.EvictResult.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.EvictResult.newBuilder((dev.icehouse.v1.EvictResult) event_)
               .mergeFrom(value).buildPartial();
         } else {
           event_ = value;
@@ -851,9 +851,9 @@ private static final long serialVersionUID = 0L;
         onChanged();
       } else {
         if (eventCase_ == 2) {
-          finishedBuilder_.mergeFrom(value);
+          doneBuilder_.mergeFrom(value);
         } else {
-          finishedBuilder_.setMessage(value);
+          doneBuilder_.setMessage(value);
         }
       }
       eventCase_ = 2;
@@ -864,10 +864,10 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public Builder clearFinished() {
-      if (finishedBuilder_ == null) {
+    public Builder clearDone() {
+      if (doneBuilder_ == null) {
         if (eventCase_ == 2) {
           eventCase_ = 0;
           event_ = null;
@@ -878,7 +878,7 @@ private static final long serialVersionUID = 0L;
           eventCase_ = 0;
           event_ = null;
         }
-        finishedBuilder_.clear();
+        doneBuilder_.clear();
       }
       return this;
     }
@@ -887,27 +887,27 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
-    public dev.icehouse.v1.EvictResponse.Builder getFinishedBuilder() {
-      return getFinishedFieldBuilder().getBuilder();
+    public dev.icehouse.v1.EvictResult.Builder getDoneBuilder() {
+      return getDoneFieldBuilder().getBuilder();
     }
     /**
      * <pre>
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
     @java.lang.Override
-    public dev.icehouse.v1.EvictResponseOrBuilder getFinishedOrBuilder() {
-      if ((eventCase_ == 2) && (finishedBuilder_ != null)) {
-        return finishedBuilder_.getMessageOrBuilder();
+    public dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder() {
+      if ((eventCase_ == 2) && (doneBuilder_ != null)) {
+        return doneBuilder_.getMessageOrBuilder();
       } else {
         if (eventCase_ == 2) {
-          return (dev.icehouse.v1.EvictResponse) event_;
+          return (dev.icehouse.v1.EvictResult) event_;
         }
-        return dev.icehouse.v1.EvictResponse.getDefaultInstance();
+        return dev.icehouse.v1.EvictResult.getDefaultInstance();
       }
     }
     /**
@@ -915,25 +915,25 @@ private static final long serialVersionUID = 0L;
      * What was removed. Once, last.
      * </pre>
      *
-     * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+     * <code>.icehouse.v1.EvictResult done = 2;</code>
      */
     private com.google.protobuf.SingleFieldBuilderV3<
-        dev.icehouse.v1.EvictResponse, dev.icehouse.v1.EvictResponse.Builder, dev.icehouse.v1.EvictResponseOrBuilder> 
-        getFinishedFieldBuilder() {
-      if (finishedBuilder_ == null) {
+        dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder> 
+        getDoneFieldBuilder() {
+      if (doneBuilder_ == null) {
         if (!(eventCase_ == 2)) {
-          event_ = dev.icehouse.v1.EvictResponse.getDefaultInstance();
+          event_ = dev.icehouse.v1.EvictResult.getDefaultInstance();
         }
-        finishedBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
-            dev.icehouse.v1.EvictResponse, dev.icehouse.v1.EvictResponse.Builder, dev.icehouse.v1.EvictResponseOrBuilder>(
-                (dev.icehouse.v1.EvictResponse) event_,
+        doneBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.EvictResult, dev.icehouse.v1.EvictResult.Builder, dev.icehouse.v1.EvictResultOrBuilder>(
+                (dev.icehouse.v1.EvictResult) event_,
                 getParentForChildren(),
                 isClean());
         event_ = null;
       }
       eventCase_ = 2;
       onChanged();
-      return finishedBuilder_;
+      return doneBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(
@@ -948,23 +948,23 @@ private static final long serialVersionUID = 0L;
     }
 
 
-    // @@protoc_insertion_point(builder_scope:icehouse.v1.EvictWithProgressResponse)
+    // @@protoc_insertion_point(builder_scope:icehouse.v1.EvictAllResponse)
   }
 
-  // @@protoc_insertion_point(class_scope:icehouse.v1.EvictWithProgressResponse)
-  private static final dev.icehouse.v1.EvictWithProgressResponse DEFAULT_INSTANCE;
+  // @@protoc_insertion_point(class_scope:icehouse.v1.EvictAllResponse)
+  private static final dev.icehouse.v1.EvictAllResponse DEFAULT_INSTANCE;
   static {
-    DEFAULT_INSTANCE = new dev.icehouse.v1.EvictWithProgressResponse();
+    DEFAULT_INSTANCE = new dev.icehouse.v1.EvictAllResponse();
   }
 
-  public static dev.icehouse.v1.EvictWithProgressResponse getDefaultInstance() {
+  public static dev.icehouse.v1.EvictAllResponse getDefaultInstance() {
     return DEFAULT_INSTANCE;
   }
 
-  private static final com.google.protobuf.Parser<EvictWithProgressResponse>
-      PARSER = new com.google.protobuf.AbstractParser<EvictWithProgressResponse>() {
+  private static final com.google.protobuf.Parser<EvictAllResponse>
+      PARSER = new com.google.protobuf.AbstractParser<EvictAllResponse>() {
     @java.lang.Override
-    public EvictWithProgressResponse parsePartialFrom(
+    public EvictAllResponse parsePartialFrom(
         com.google.protobuf.CodedInputStream input,
         com.google.protobuf.ExtensionRegistryLite extensionRegistry)
         throws com.google.protobuf.InvalidProtocolBufferException {
@@ -983,17 +983,17 @@ private static final long serialVersionUID = 0L;
     }
   };
 
-  public static com.google.protobuf.Parser<EvictWithProgressResponse> parser() {
+  public static com.google.protobuf.Parser<EvictAllResponse> parser() {
     return PARSER;
   }
 
   @java.lang.Override
-  public com.google.protobuf.Parser<EvictWithProgressResponse> getParserForType() {
+  public com.google.protobuf.Parser<EvictAllResponse> getParserForType() {
     return PARSER;
   }
 
   @java.lang.Override
-  public dev.icehouse.v1.EvictWithProgressResponse getDefaultInstanceForType() {
+  public dev.icehouse.v1.EvictAllResponse getDefaultInstanceForType() {
     return DEFAULT_INSTANCE;
   }
 

@@ -4,8 +4,8 @@
 // Protobuf Java Version: 3.25.8
 package dev.icehouse.v1;
 
-public interface EvictWithProgressResponseOrBuilder extends
-    // @@protoc_insertion_point(interface_extends:icehouse.v1.EvictWithProgressResponse)
+public interface EvictAllResponseOrBuilder extends
+    // @@protoc_insertion_point(interface_extends:icehouse.v1.EvictAllResponse)
     com.google.protobuf.MessageOrBuilder {
 
   /**
@@ -40,27 +40,27 @@ public interface EvictWithProgressResponseOrBuilder extends
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-   * @return Whether the finished field is set.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return Whether the done field is set.
    */
-  boolean hasFinished();
+  boolean hasDone();
   /**
    * <pre>
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
-   * @return The finished.
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
+   * @return The done.
    */
-  dev.icehouse.v1.EvictResponse getFinished();
+  dev.icehouse.v1.EvictResult getDone();
   /**
    * <pre>
    * What was removed. Once, last.
    * </pre>
    *
-   * <code>.icehouse.v1.EvictResponse finished = 2;</code>
+   * <code>.icehouse.v1.EvictResult done = 2;</code>
    */
-  dev.icehouse.v1.EvictResponseOrBuilder getFinishedOrBuilder();
+  dev.icehouse.v1.EvictResultOrBuilder getDoneOrBuilder();
 
-  dev.icehouse.v1.EvictWithProgressResponse.EventCase getEventCase();
+  dev.icehouse.v1.EvictAllResponse.EventCase getEventCase();
 }
