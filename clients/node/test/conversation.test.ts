@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { Conversation } from "../src/index.js";
+import { Role } from "../src/gen/icehouse/v1/prompt_pb.js";
 import { ToolCallSchema } from "../src/gen/icehouse/v1/tool_pb.js";
 
 const CALL = create(ToolCallSchema, { id: "c1", name: "weather", argumentsJson: '{"city": "Oslo"}' });
@@ -82,16 +83,23 @@ test("turns are taken back and the system prompt is exchanged", () => {
 
 test("a plain list is read too", () => {
   const { messages } = Conversation.fromJSON('[{"role": "user", "content": "Hi"}]');
-  assert.deepEqual(messages.map(({ role, content }) => [role, content]), [["user", "Hi"]]);
+  assert.deepEqual(messages.map(({ role, content }) => [role, content]), [[Role.USER, "Hi"]]);
+});
+
+test("a role is kept by its name, a template's own too, and read as the API has it", () => {
+  const { messages } = Conversation.fromJSON('[{"role": "ROLE_USER"}, {"role": "ipython", "content": "1"}]');
+  assert.deepEqual(messages.map(({ role, roleName }) => [role, roleName]), [[Role.USER, ""], [Role.UNSPECIFIED, "ipython"]]);
+  const kept = JSON.parse(JSON.stringify(new Conversation({ messages })));
+  assert.deepEqual(kept.messages, [{ role: "user", content: "" }, { role: "ipython", content: "1" }]);
 });
 
 test("what is no conversation is refused with its place", () => {
   for (const [facts, problem] of [
-    [{ messages: [] }, /of kind undefined, version undefined/],
+    [{ messages: [] }, /kind undefined, version undefined/],
     [{ ...KEPT, version: 2 }, /version 2/],
     [{ kind: KEPT.kind, version: 1 }, /no list of messages/],
-    ["Hi", /of kind undefined/],
-    [null, /of kind undefined/],
+    ["Hi", /kind undefined/],
+    [null, /kind undefined/],
     [["Hi"], /messages\[0\]/],
     [[{ role: "user", contents: "Hi" }], /messages\[0\].*contents/],
     [[{ role: "user", content: 7 }], /messages\[0\].*content/],
