@@ -92,7 +92,7 @@ test("an address is not empty", () => {
   }
 });
 
-test("a prompt may be said in short", () => {
+test("a prompt has short forms", () => {
   const talk = new Conversation();
   talk.say("Hi");
   const messages = [{ role: Role.USER, content: "Hi" }];
