@@ -84,4 +84,5 @@ test("a server tells its models and counters; what it lacks is refused", live, a
   assert.equal(reason, "MODEL_NOT_FOUND");
   assert.equal((await refusal(client.cancelRequest("none"))).reason, "REQUEST_NOT_FOUND");
   assert.equal((await refusal(client.cache.pin({ prompt: "unknown" }))).reason, "BLOCK_NOT_FOUND");
+  assert.equal((await refusal(client.cache.evictAll({ model: "none" }))).reason, "MODEL_NOT_FOUND");
 });

@@ -8,6 +8,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.ChatPrompt;
+import dev.icehouse.v1.EvictAllRequest;
 import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GetModelRequest;
@@ -99,6 +100,9 @@ class LiveTest {
       var none = GetModelRequest.newBuilder().setModel("none").build();
       var failure = assertThrows(StatusRuntimeException.class, () -> models.getModel(none));
       assertEquals("MODEL_NOT_FOUND", new IcehouseException(failure).reason());
+      var noModel = EvictAllRequest.newBuilder().setModel("none").build();
+      var refused = assertThrows(IcehouseException.class, () -> client.cache().evictAll(noModel));
+      assertEquals("MODEL_NOT_FOUND", refused.reason());
     }
   }
 }
