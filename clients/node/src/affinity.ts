@@ -17,8 +17,8 @@ export { PREFIX_KEY_HEADER } from "./prefix.js";
  * - the first 1024 bytes, in UTF-8, of the text, the query or the infill's prefix;
  * - the first 256 token ids, each as four bytes, little-endian;
  * - of a conversation, the messages up to and including the first one of the user, each as
- *   role ‖ 0x00 ‖ content ‖ 0x00, cut after 4096 bytes. The role is its name, such as "user"; the texts of `parts`
- *   are appended to the content.
+ *   role ‖ 0x00 ‖ content ‖ 0x00, cut after 4096 bytes. The role is its name, such as "user"; the texts of
+ *   `parts` are appended to the content.
  *
  * `variant` is empty without an adapter and tools; otherwise it is adapter ‖ 0x00, followed for each tool by
  * name ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.

@@ -44,8 +44,8 @@ export interface BaseClientOptions {
   /** Deadline of calls that set none; Infinity for no deadline. Default: DEFAULT_TIMEOUT_MS. */
   readonly timeoutMs?: number;
   /**
-   * The same for the cache's commands warm, evict, evictAll and verify. Default: DEFAULT_COMMAND_TIMEOUT_MS; Infinity
-   * if `timeoutMs` is.
+   * The same for the cache's warm, evict, evictAll and verify. Default: DEFAULT_COMMAND_TIMEOUT_MS. No deadline either
+   * if `timeoutMs` is Infinity.
    */
   readonly commandTimeoutMs?: number;
   /**

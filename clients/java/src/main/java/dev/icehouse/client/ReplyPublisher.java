@@ -33,9 +33,7 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
     return subscriber -> subscribe(new Texts(subscriber));
   }
 
-  /**
-   * The whole answer, after the subscriber's last event, or the failure. It is cancelled if the subscription is.
-   */
+  /** The whole answer, after the subscriber's last event, or the failure. It is cancelled if the subscription is. */
   public CompletableFuture<Reply> reply() {
     return reply;
   }
