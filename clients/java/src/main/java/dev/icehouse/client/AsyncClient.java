@@ -22,9 +22,9 @@ import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 
 /**
- * Calls of an {@link IcehouseClient} that do not block: {@link IcehouseClient#async}. A failed call completes its future
- * with an {@link IcehouseException}. Cancelling a future that a method returned ends the call on the server too. Stages
- * that depend on a future run in a thread of gRPC unless they name an executor.
+ * Calls of an {@link IcehouseClient} that do not block: {@link IcehouseClient#async}. A failed call completes its
+ * future with an {@link IcehouseException}. Cancelling a future that a method returned ends the call on the server too.
+ * Stages that depend on a future run in a thread of gRPC unless they name an executor.
  */
 public final class AsyncClient {
   private final Channel channel;

@@ -124,7 +124,7 @@ public final class CacheClient {
         });
   }
 
-  /** Returns what {@code read} finds in the last event. It is called with each event, for the progress in the others. */
+  /** Returns what {@code read} finds in the last event. It is called with each event, and handles their progress. */
   private static <E, R> R resultOf(Supplier<Iterator<E>> call, Function<E, Optional<R>> read) {
     Optional<R> result = Optional.empty();
     try (var events = new ResponseStream<>(call)) {

@@ -116,8 +116,8 @@ public final class IcehouseClient implements AutoCloseable {
   }
 
   /**
-   * Returns an output in JSON as a record; see {@link JsonOutput}. The output is constrained to the request's format, or
-   * else to the JSON schema of the record. Throws IllegalStateException if a limit cut the output.
+   * Returns an output in JSON as a record; see {@link JsonOutput}. The output is constrained to the request's format,
+   * or else to the JSON schema of the record. Throws IllegalStateException if a limit cut the output.
    */
   public <T> T generateJson(GenerateRequest request, Class<T> type) {
     var output = JsonOutput.of(type);
@@ -218,8 +218,8 @@ public final class IcehouseClient implements AutoCloseable {
   }
 
   /**
-   * The connection, for the generated stubs of all services. Their calls get the deadline, the token and the prefix key,
-   * and {@link IcehouseException} reads what they throw.
+   * The connection, for the generated stubs of all services. Their calls get the deadline, the token and the prefix
+   * key, and {@link IcehouseException} reads what they throw.
    */
   public Channel channel() {
     return channel;

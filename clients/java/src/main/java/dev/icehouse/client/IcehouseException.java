@@ -52,8 +52,8 @@ public final class IcehouseException extends RuntimeException {
   }
 
   /**
-   * A value of {@link dev.icehouse.v1.ErrorReason} without its prefix, such as "QUEUE_FULL". If the status came from the
-   * network and not from the server, the name of the code, such as "UNAVAILABLE".
+   * A value of {@link dev.icehouse.v1.ErrorReason} without its prefix, such as "QUEUE_FULL". If the status came from
+   * the network and not from the server, the name of the code, such as "UNAVAILABLE".
    */
   public String reason() {
     return reason;

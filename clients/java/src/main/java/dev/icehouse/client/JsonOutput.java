@@ -58,7 +58,8 @@ public final class JsonOutput<T> {
   /** Returns the value of an output. Throws IllegalStateException if a limit cut it. */
   public T read(GenerateResponse response) {
     if (response.getFinishReason() != FinishReason.FINISH_REASON_STOP_TOKEN) {
-      throw new IllegalStateException("the output ended with " + response.getFinishReason() + " before it was complete");
+      throw new IllegalStateException(
+          "the output ended with " + response.getFinishReason() + " before it was complete");
     }
     return GSON.fromJson(response.getText(), type);
   }
@@ -82,7 +83,7 @@ public final class JsonOutput<T> {
     if (type instanceof Class<?> plain) {
       return schemaOf(plain);
     }
-    throw new IllegalArgumentException(type.getTypeName() + " cannot be part of a record here; give the request a response format");
+    throw unreadable(type);
   }
 
   private static JsonObject schemaOf(Class<?> type) {
@@ -105,7 +106,12 @@ public final class JsonOutput<T> {
     } else if (type.isRecord()) {
       return recordOf(type);
     }
-    throw new IllegalArgumentException(type.getTypeName() + " cannot be part of a record here; give the request a response format");
+    throw unreadable(type);
+  }
+
+  private static IllegalArgumentException unreadable(Type type) {
+    String name = type.getTypeName();
+    return new IllegalArgumentException(name + " cannot be read from JSON here; give the request a response format");
   }
 
   private static JsonObject recordOf(Class<?> type) {

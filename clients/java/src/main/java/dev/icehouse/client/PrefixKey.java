@@ -41,8 +41,8 @@ import java.util.Set;
  *       content.
  * </ul>
  *
- * <p>The variant is empty without an adapter and tools; otherwise it is adapter ‖ 0x00, followed for each tool by name ‖
- * 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
+ * <p>The variant is empty without an adapter and tools; otherwise it is adapter ‖ 0x00, followed for each tool by name
+ * ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
  */
 public final class PrefixKey {
   /** The header that carries the key with every call that uses the prefix cache. */
@@ -64,8 +64,8 @@ public final class PrefixKey {
   private PrefixKey() {}
 
   /**
-   * Returns the request's key, 16 hex digits. Empty for a request without a prompt that can be cached; Generate, Stream,
-   * Explain, Warm, Pin, Unpin, Evict and Rerank have one.
+   * Returns the request's key, 16 hex digits. Empty for a request without a prompt that can be cached; Generate,
+   * Stream, Explain, Warm, Pin, Unpin, Evict and Rerank have one.
    */
   public static Optional<String> of(Message request) {
     if (request instanceof RerankRequest rerank) {

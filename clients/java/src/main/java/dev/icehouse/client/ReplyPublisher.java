@@ -8,8 +8,8 @@ import java.util.concurrent.Flow;
 import java.util.concurrent.atomic.AtomicBoolean;
 
 /**
- * A running output for one subscriber, either to its events or to {@link #texts}. It begins with the subscription and is
- * no faster than the subscriber. Cancelling the subscription ends it on the server too.
+ * A running output for one subscriber, either to its events or to {@link #texts}. It begins with the subscription and
+ * is no faster than the subscriber. Cancelling the subscription ends it on the server too.
  */
 public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
   private final Flow.Publisher<StreamResponse> responses;

@@ -79,7 +79,8 @@ class AsyncClientTest {
       assertEquals("done", client.async().generate(REQUEST, Duration.ofSeconds(50)).get().getText());
       server.refusals.add(Status.INVALID_ARGUMENT.asRuntimeException());
       assertEquals(Status.Code.INVALID_ARGUMENT, refusalOf(client.async().generate(REQUEST)));
-      var described = client.async().call(ServerServiceGrpc.getGetServerMethod(), GetServerRequest.getDefaultInstance());
+      var request = GetServerRequest.getDefaultInstance();
+      var described = client.async().call(ServerServiceGrpc.getGetServerMethod(), request);
       assertEquals(ServerState.SERVER_STATE_LOADING, described.get().getServer().getState());
     }
   }

@@ -32,7 +32,8 @@ class OutputSumTest {
     assertTrue(sum.output().isEmpty());
     var finished = Finished.newBuilder().setFinishReason(FinishReason.FINISH_REASON_TOOL_CALLS).build();
     sum.finish(finished);
-    var weather = ToolCall.newBuilder().setId("c1").setName("weather").setArgumentsJson("{\"city\": \"Oslo\"}").setRepaired(true);
+    var weather = ToolCall.newBuilder().setId("c1").setName("weather").setRepaired(true);
+    weather.setArgumentsJson("{\"city\": \"Oslo\"}");
     var wanted =
         new Output("Let me see", "hm", List.of(1, 2), List.of(weather.build()), List.of(malformed), finished);
     assertEquals(wanted, sum.output().orElseThrow());
