@@ -6,9 +6,10 @@ import {
   type MessageInitShape,
   type MessageShape,
 } from "@bufbuild/protobuf";
+import { durationFromMs } from "@bufbuild/protobuf/wkt";
 
 import { CacheClient } from "./cache.js";
-import { type CallOptions, Calls, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
+import { type CallOptions, Calls, DEFAULT_COMMAND_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 import { type EmbedResponse, EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
 import {
   type CacheStatsResponse,
@@ -21,7 +22,7 @@ import {
 import { type Model, ModelService } from "./gen/icehouse/v1/model_service_pb.js";
 import { ResponseFormatSchema } from "./gen/icehouse/v1/response_format_pb.js";
 import { type RerankResponse, RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
-import { type RequestInfo, type Server, ServerService } from "./gen/icehouse/v1/server_service_pb.js";
+import { type RequestInfo, type Server, ServerService, type ServerStats } from "./gen/icehouse/v1/server_service_pb.js";
 import { jsonOf, jsonSchemaOf, type Parser } from "./json.js";
 import { readyServer } from "./readiness.js";
 import {
@@ -38,54 +39,69 @@ import { Stream } from "./stream.js";
 import type { BearerToken } from "./token.js";
 import type { Transport } from "./transport.js";
 
-/** What every client may be told. */
+/** Options of every client. */
 export interface BaseClientOptions {
-  /** The deadline of calls that name none; Infinity for no deadline. Absent: DEFAULT_TIMEOUT_MS. */
+  /** Deadline of calls that set none; Infinity for no deadline. Default: DEFAULT_TIMEOUT_MS. */
   readonly timeoutMs?: number;
-  /** That of Warm, Evict and Verify, unless `timeoutMs` is Infinity. Absent: DEFAULT_ORDER_TIMEOUT_MS. */
-  readonly orderTimeoutMs?: number;
   /**
-   * How often generate, embed and rerank are sent again where the server refuses them for now and says when to come
-   * back (`retryAfterMs`), but never past their deadline. Absent: 0.
+   * The same for the cache's warm, evict, evictAll and verify. Default: DEFAULT_COMMAND_TIMEOUT_MS. No deadline either
+   * if `timeoutMs` is Infinity.
+   */
+  readonly commandTimeoutMs?: number;
+  /**
+   * How many times generate, embed and rerank are sent again when the server refuses them for now and says when to try
+   * again (`retryAfterMs`). They are never sent again after their deadline. Default: 0.
    */
   readonly retryLimit?: number;
 }
 
-/** Options of a cancel. */
+/** Options of `cancelRequest`. */
 export interface CancelOptions extends CallOptions {
-  /** Whose request it is, for operators: to be named where several tenants have one of this id; "" is the default. */
+  /**
+   * The request's tenant, for operators: required if several tenants have a request with this id; "" is the default
+   * tenant.
+   */
   readonly tenant?: string | undefined;
 }
 
-export const BASE_OPTION_NAMES: readonly string[] = ["timeoutMs", "orderTimeoutMs", "retryLimit"];
+/** Options of `watchStats`. */
+export interface WatchStatsOptions extends CallOptions {
+  /** Time between two answers, 100 to 3,600,000. Default: 1000. */
+  readonly intervalMs?: number | undefined;
+}
 
-/** The calls of a client, whatever carries them: Node's and the browser's are made of it. */
+export const BASE_OPTION_NAMES: readonly string[] = ["timeoutMs", "commandTimeoutMs", "retryLimit"];
+
+/** The calls that the clients for Node and for browsers share. */
 export class BaseClient {
-  /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
+  /** The server's prefix cache: explain, warm, pin, unpin, evict, evictAll, verify. */
   readonly cache: CacheClient;
   readonly #calls: Calls;
 
   constructor(transport: Transport, token: BearerToken, options: BaseClientOptions) {
-    const { timeoutMs = DEFAULT_TIMEOUT_MS, orderTimeoutMs = DEFAULT_ORDER_TIMEOUT_MS, retryLimit = 0 } = options;
-    this.#calls = new Calls(transport, token, { timeoutMs, orderTimeoutMs, retryLimit });
+    this.#calls = new Calls(transport, token, {
+      timeoutMs: options.timeoutMs ?? DEFAULT_TIMEOUT_MS,
+      commandTimeoutMs: options.commandTimeoutMs ?? DEFAULT_COMMAND_TIMEOUT_MS,
+      retryLimit: options.retryLimit ?? 0,
+    });
     this.cache = new CacheClient(this.#calls);
   }
 
-  /** Ends the connection. */
+  /** Closes the connection. */
   close(): void {
     this.#calls.close();
   }
 
   /**
-   * Returns once the server takes requests: it listens, be it yet to start, and its model is loaded. Throws
-   * DEADLINE_EXCEEDED when late, with what came last in the message.
+   * Waits until the server accepts requests: it may still have to start and to load its model. If that takes too long,
+   * throws DEADLINE_EXCEEDED, whose message says what the server answered last.
    */
   async waitReady(options: CallOptions = {}): Promise<Server> {
     const timeoutMs = options.timeoutMs ?? this.#calls.timeoutMs;
     return readyServer((leftMs) => this.getServer({ ...options, timeoutMs: leftMs }), timeoutMs, options.signal);
   }
 
-  /** Returns the whole output. Retried while no server takes it, until the deadline. */
+  /** Returns the whole output. Retried until the deadline while no server is available. */
   async generate(request: GenerateInit, options: CallOptions = {}): Promise<GenerateResponse> {
     return this.#calls.unary(
       InferenceService.method.generate,
@@ -95,8 +111,8 @@ export class BaseClient {
   }
 
   /**
-   * Returns an output in JSON as `parser` reads it, a schema of zod for example. The output is held to the
-   * request's `responseFormat`; without one, to the JSON schema that the parser tells.
+   * Returns an output in JSON as `parser` reads it, such as a schema of zod. The output is constrained to the request's
+   * `responseFormat`, or else to the JSON schema of the parser. Throws if a limit cut the output.
    */
   async generateJson<T>(request: GenerateInit, parser: Parser<T>, options: CallOptions = {}): Promise<T> {
     const message = promptedRequestFrom(GenerateRequestSchema, request);
@@ -104,7 +120,7 @@ export class BaseClient {
     return jsonOf(await this.#calls.unary(InferenceService.method.generate, message, options), parser);
   }
 
-  /** Returns an output that comes piece by piece. Nothing is sent before the iteration begins; never retried. */
+  /** Returns an output that arrives in pieces. The request is sent when the iteration begins; it is never retried. */
   stream(request: GenerateInit, options: CallOptions = {}): Stream {
     const message = promptedRequestFrom(GenerateRequestSchema, request);
     const bounded = { ...options, timeoutMs: options.timeoutMs ?? this.#calls.timeoutMs };
@@ -112,12 +128,12 @@ export class BaseClient {
     return new Stream(begin, message.completions);
   }
 
-  /** Returns a vector for each input, and what they cost. Retried as generate is. */
+  /** Returns a vector for each input. Retried as generate is. */
   async embed(request: EmbedInit, options: CallOptions = {}): Promise<EmbedResponse> {
     return this.#calls.unary(EmbeddingService.method.embed, embedRequestFrom(request), options);
   }
 
-  /** Returns the documents in the order in which they answer the query, best first. Retried as generate is. */
+  /** Ranks documents by how well they answer a query, best first. Retried as generate is. */
   async rerank(request: RerankInit, options: CallOptions = {}): Promise<RerankResponse> {
     return this.call(RerankService.method.rerank, request, options);
   }
@@ -138,17 +154,28 @@ export class BaseClient {
     return (await this.call(ModelService.method.listModels, {}, options)).models;
   }
 
-  /** Returns the server's counters. */
+  /** Returns the counters of the prefix cache. Only for operators if callers authenticate. */
   async cacheStats(options: CallOptions = {}): Promise<CacheStatsResponse> {
     return this.call(InferenceService.method.cacheStats, {}, options);
   }
 
-  /** Returns the server's version, state, features and limits. Answered while the model loads, too. */
+  /** Returns the counters of the engine, the cache and the tenants. */
+  async getStats(options: CallOptions = {}): Promise<ServerStats> {
+    return present((await this.call(ServerService.method.getStats, {}, options)).stats);
+  }
+
+  /** Yields the counters of `getStats` at once and then at an interval, until you leave the loop. */
+  async *watchStats({ intervalMs, ...options }: WatchStatsOptions = {}): AsyncGenerator<ServerStats, void, undefined> {
+    const request = intervalMs === undefined ? {} : { interval: durationFromMs(intervalMs) };
+    for await (const { stats } of this.watch(ServerService.method.watchStats, request, options)) yield present(stats);
+  }
+
+  /** Returns the server's version, state, features and limits. Answers while the model loads, too. */
   async getServer(options: CallOptions = {}): Promise<Server> {
     return present((await this.call(ServerService.method.getServer, {}, options)).server);
   }
 
-  /** Returns the requests that wait or run, the oldest first: an operator's sees those of all tenants. */
+  /** Returns the requests that wait or run, oldest first. Operators get those of all tenants. */
   async listRequests(options: CallOptions = {}): Promise<RequestInfo[]> {
     const found: RequestInfo[] = [];
     for (let pageToken = ""; ; ) {
@@ -159,13 +186,13 @@ export class BaseClient {
     }
   }
 
-  /** Ends a request, another caller's too for operators; returns what it was. */
+  /** Cancels a request and returns it as it was. Operators may cancel those of all tenants. */
   async cancelRequest(requestId: string, { tenant, ...options }: CancelOptions = {}): Promise<RequestInfo> {
     const request = { requestId, ...(tenant !== undefined && { tenant }) };
     return present((await this.call(ServerService.method.cancelRequest, request, options)).request);
   }
 
-  /** Calls any other method with one answer, such as `ModelService.method.getModel`. */
+  /** Calls any method that has one answer, such as `ModelService.method.getModel`. */
   async call<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: MessageInitShape<I>,
@@ -174,7 +201,7 @@ export class BaseClient {
     return this.#calls.unary(method, requestFrom(method.input, request), options);
   }
 
-  /** Yields the answers of any other method with many; without a deadline unless `options` name one. */
+  /** Yields the answers of any method that streams them. It has no deadline unless `options` set one. */
   watch<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageInitShape<I>,
@@ -185,6 +212,6 @@ export class BaseClient {
 }
 
 function present<T>(value: T | undefined): T {
-  if (value === undefined) throw new Error("the server left out what its API always sends; is it newer than this client?");
+  if (value === undefined) throw new Error("the answer lacks a required field; is the server newer than this client?");
   return value;
 }

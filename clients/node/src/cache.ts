@@ -1,25 +1,18 @@
-import { create, type MessageShape } from "@bufbuild/protobuf";
-import { durationFromMs } from "@bufbuild/protobuf/wkt";
+import type { DescMessage, DescMethodServerStreaming, MessageShape } from "@bufbuild/protobuf";
 
 import type { CallOptions, Calls } from "./calls.js";
 import {
   CacheService,
   type EvictProgress,
-  EvictRequestSchema,
-  type EvictResponse,
-  ExplainRequestSchema,
+  type EvictResult,
   type ExplainResponse,
-  PinRequestSchema,
   type PinResponse,
-  UnpinRequestSchema,
   type UnpinResponse,
   type VerifyProgress,
-  VerifyRequestSchema,
-  type VerifyResponse,
-  WarmRequestSchema,
-  type WarmResponse,
+  type VerifyResult,
+  type WarmProgress,
+  type WarmResult,
 } from "./gen/icehouse/v1/cache_service_pb.js";
-import type { CacheStatsResponse, PrefillProgress } from "./gen/icehouse/v1/inference_service_pb.js";
 import {
   type EvictInit,
   type ExplainInit,
@@ -31,33 +24,27 @@ import {
   type WarmInit,
 } from "./requests.js";
 
-/** Options of an order that may be long. Without `onProgress` its deadline is the client's `orderTimeoutMs`. */
-export interface ProgressOptions<P> extends CallOptions {
-  /** Hears how far the order is; what it throws ends the call. With it there is no deadline unless one is named. */
+/** Options of a command that may take minutes. Its deadline is the client's `commandTimeoutMs` by default. */
+export interface CommandOptions<P> extends CallOptions {
+  /** Called each time the server reports progress. If it throws, the command ends with what it threw. */
   readonly onProgress?: ((progress: P) => void) | undefined;
 }
 
-/** Options of a removal of everything. */
-export interface EvictAllOptions extends ProgressOptions<EvictProgress> {
-  /** Absent: the served model. */
+/** Options of `evictAll`. */
+export interface EvictAllOptions extends CommandOptions<EvictProgress> {
+  /** Default: the served model. */
   readonly model?: string | undefined;
 }
 
-/** Options of a watch: how often counters are sent. */
-export interface WatchStatsOptions extends CallOptions {
-  /** 100 to 3,600,000. Absent: a second. */
-  readonly intervalMs?: number | undefined;
-}
-
-/** An event of a long order. */
-type OrderEvent<P, F> =
-  | { readonly case: "progress" | "prefillProgress"; readonly value: P }
-  | { readonly case: "finished"; readonly value: F }
-  | { readonly case: "started" | undefined; readonly value?: unknown };
+/** One event of a command. */
+type CommandEvent<P, R> =
+  | { readonly case: "progress"; readonly value: P }
+  | { readonly case: "done"; readonly value: R }
+  | { readonly case: undefined };
 
 /**
- * Looks into the prefix cache and gives it orders: `Client.cache`. Behind a load balancer an order reaches the
- * server that a generate of the same prompt reaches.
+ * Inspects and manages the server's prefix cache: `client.cache`. Behind a load balancer, a call reaches the server
+ * that `generate` with the same prompt reaches.
  */
 export class CacheClient {
   readonly #calls: Calls;
@@ -66,81 +53,72 @@ export class CacheClient {
     this.#calls = calls;
   }
 
-  /** Returns what generate would reuse of a prompt. */
+  /** Returns what `generate` would reuse of a prompt. */
   async explain(request: ExplainInit, options: CallOptions = {}): Promise<ExplainResponse> {
-    return this.#calls.unary(CacheService.method.explain, promptedRequestFrom(ExplainRequestSchema, request), options);
+    const { explain } = CacheService.method;
+    return this.#calls.unary(explain, promptedRequestFrom(explain.input, request), options);
   }
 
-  /** Computes a prompt and keeps it, without generating. */
-  async warm(request: WarmInit, options: ProgressOptions<PrefillProgress> = {}): Promise<WarmResponse> {
-    const { onProgress, ...rest } = options;
-    const message = promptedRequestFrom(WarmRequestSchema, request);
-    if (!onProgress) return this.#calls.unary(CacheService.method.warm, message, rest);
-    const responses = this.#calls.serverStream(CacheService.method.warmWithProgress, message, rest);
-    return finishedOf<PrefillProgress, WarmResponse>(responses, onProgress);
+  /** Computes a prompt and keeps it in the cache, without generating. */
+  async warm(request: WarmInit, options: CommandOptions<WarmProgress> = {}): Promise<WarmResult> {
+    const { warm } = CacheService.method;
+    const responses = this.#events(warm, promptedRequestFrom(warm.input, request), options);
+    return resultOf<WarmProgress, WarmResult>(responses, options);
   }
 
-  /** Keeps a prompt's known blocks from being evicted by policy. */
+  /** Protects the cached blocks of a prompt from eviction by policy. */
   async pin(request: PinInit, options: CallOptions = {}): Promise<PinResponse> {
-    return this.#calls.unary(CacheService.method.pin, promptedRequestFrom(PinRequestSchema, request), options);
+    const { pin } = CacheService.method;
+    return this.#calls.unary(pin, promptedRequestFrom(pin.input, request), options);
   }
 
-  /** Takes a prompt's pins off. */
+  /** Removes the protection of `pin`. */
   async unpin(request: UnpinInit, options: CallOptions = {}): Promise<UnpinResponse> {
-    return this.#calls.unary(CacheService.method.unpin, promptedRequestFrom(UnpinRequestSchema, request), options);
+    const { unpin } = CacheService.method;
+    return this.#calls.unary(unpin, promptedRequestFrom(unpin.input, request), options);
   }
 
-  /**
-   * Removes a prompt's known blocks, pinned ones too; with `onProgress` piece by piece, and no further once the
-   * call ends.
-   */
-  async evict(request: EvictInit, options: ProgressOptions<EvictProgress> = {}): Promise<EvictResponse> {
-    return this.#evict(promptedRequestFrom(EvictRequestSchema, request), options);
+  /** Removes the cached blocks of a prompt, including pinned ones. What was removed before the call ends is gone. */
+  async evict(request: EvictInit, options: CommandOptions<EvictProgress> = {}): Promise<EvictResult> {
+    const { evict } = CacheService.method;
+    const responses = this.#events(evict, promptedRequestFrom(evict.input, request), options);
+    return resultOf<EvictProgress, EvictResult>(responses, options);
   }
 
-  /** Removes every block of the model, for operators; as `evict` otherwise. */
-  async evictAll({ model = "", ...options }: EvictAllOptions = {}): Promise<EvictResponse> {
-    return this.#evict(create(EvictRequestSchema, { model, target: { case: "all", value: true } }), options);
+  /** Removes all blocks of a model, of every tenant. Only for operators. */
+  async evictAll({ model = "", ...options }: EvictAllOptions = {}): Promise<EvictResult> {
+    const { evictAll } = CacheService.method;
+    const responses = this.#events(evictAll, requestFrom(evictAll.input, { model }), options);
+    return resultOf<EvictProgress, EvictResult>(responses, options);
   }
 
-  /** Has blocks on SSD read and compared, for operators. */
-  async verify(request: VerifyInit = {}, options: ProgressOptions<VerifyProgress> = {}): Promise<VerifyResponse> {
-    const { onProgress, ...rest } = options;
-    const message = requestFrom(VerifyRequestSchema, request);
-    if (!onProgress) return this.#calls.unary(CacheService.method.verify, message, rest);
-    const responses = this.#calls.serverStream(CacheService.method.verifyWithProgress, message, rest);
-    return finishedOf<VerifyProgress, VerifyResponse>(responses, onProgress);
+  /** Reads blocks on SSD and compares their checksums. Only for operators. */
+  async verify(request: VerifyInit = {}, options: CommandOptions<VerifyProgress> = {}): Promise<VerifyResult> {
+    const { verify } = CacheService.method;
+    const responses = this.#events(verify, requestFrom(verify.input, request), options);
+    return resultOf<VerifyProgress, VerifyResult>(responses, options);
   }
 
-  /** Yields the server's counters at once and then at an interval, until the iteration is left. */
-  async *watchStats({ intervalMs, ...options }: WatchStatsOptions = {}): AsyncGenerator<CacheStatsResponse, void, undefined> {
-    const { watchStats } = CacheService.method;
-    const request = create(watchStats.input, intervalMs === undefined ? {} : { interval: durationFromMs(intervalMs) });
-    for await (const { stats } of this.#calls.serverStream(watchStats, request, options)) {
-      if (stats) yield stats;
-    }
-  }
-
-  async #evict(
-    message: MessageShape<typeof EvictRequestSchema>,
-    { onProgress, ...rest }: ProgressOptions<EvictProgress>,
-  ): Promise<EvictResponse> {
-    if (!onProgress) return this.#calls.unary(CacheService.method.evict, message, rest);
-    const responses = this.#calls.serverStream(CacheService.method.evictWithProgress, message, rest);
-    return finishedOf<EvictProgress, EvictResponse>(responses, onProgress);
+  #events<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: MessageShape<I>,
+    { onProgress, ...options }: CommandOptions<never>,
+  ): AsyncGenerator<MessageShape<O>, void, undefined> {
+    const timeoutMs = options.timeoutMs ?? this.#calls.commandTimeoutMs;
+    return this.#calls.serverStream(method, request, { ...options, timeoutMs });
   }
 }
 
-/** Returns what a long order ends with, and tells of the way there. */
-async function finishedOf<P, F>(
-  responses: AsyncIterable<{ readonly event: OrderEvent<P, F> }>,
-  onProgress: (progress: P) => void,
-): Promise<F> {
-  let finished: F | undefined;
+/** Returns the result, which comes last, and reports the progress before it. */
+async function resultOf<P, R>(
+  responses: AsyncIterable<{ readonly event: CommandEvent<P, R> }>,
+  { onProgress }: CommandOptions<P>,
+): Promise<R> {
+  let result: R | undefined;
   for await (const { event } of responses) {
-    if (event.case === "progress" || event.case === "prefillProgress") onProgress(event.value);
-    else if (event.case === "finished") finished = event.value;
+    if (event.case === "progress") onProgress?.(event.value);
+    else if (event.case === "done") result = event.value;
   }
-  if (finished === undefined) throw new Error("the server ended the call without its result");
-  return finished;
+  if (result === undefined) throw new Error("the server ended the command without a result");
+  return result;
 }

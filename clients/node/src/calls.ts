@@ -7,7 +7,6 @@ import type {
   MessageShape,
 } from "@bufbuild/protobuf";
 
-import { CacheService } from "./gen/icehouse/v1/cache_service_pb.js";
 import { EmbeddingService } from "./gen/icehouse/v1/embedding_service_pb.js";
 import { InferenceService } from "./gen/icehouse/v1/inference_service_pb.js";
 import { RerankService } from "./gen/icehouse/v1/rerank_service_pb.js";
@@ -17,19 +16,13 @@ import { sentAgain } from "./retries.js";
 import type { BearerToken } from "./token.js";
 import type { CallBounds, Transport } from "./transport.js";
 
-/** The deadline of a call that names none. */
+/** The default deadline of all other calls. */
 export const DEFAULT_TIMEOUT_MS = 120_000;
 
-/** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
-export const DEFAULT_ORDER_TIMEOUT_MS = 3_600_000;
+/** The default deadline of warm, evict, evictAll and verify: a long prompt or a large disk takes its time. */
+export const DEFAULT_COMMAND_TIMEOUT_MS = 3_600_000;
 
-const ORDERS: ReadonlySet<DescMethod> = new Set([
-  CacheService.method.warm,
-  CacheService.method.evict,
-  CacheService.method.verify,
-]);
-
-/** What is sent again where the server refuses it for now. */
+/** Methods that are sent again when the server refuses them for now. */
 const RETRIED: ReadonlySet<DescMethod> = new Set([
   InferenceService.method.generate,
   EmbeddingService.method.embed,
@@ -37,38 +30,37 @@ const RETRIED: ReadonlySet<DescMethod> = new Set([
 ]);
 
 export interface CallOptions {
-  /** When the call ends with DEADLINE_EXCEEDED. Absent: the client's. */
+  /** The call ends with DEADLINE_EXCEEDED after this time; Infinity for no deadline. Default: the client's. */
   readonly timeoutMs?: number | undefined;
   /** Ends the call with CANCELLED, on the server too. */
   readonly signal?: AbortSignal | undefined;
-  /** Headers of this call; an "authorization" among them goes in place of the client's token. */
+  /** Headers of this call; an "authorization" among them replaces the client's token. */
   readonly metadata?: Readonly<Record<string, string>> | undefined;
 }
 
-/** What calls have that say nothing else. */
+/** What applies to calls whose options say nothing else. */
 export interface CallDefaults {
   readonly timeoutMs: number;
-  readonly orderTimeoutMs: number;
+  readonly commandTimeoutMs: number;
   readonly retryLimit: number;
 }
 
-/** Calls of one connection, each with its deadline and, where it has a prompt, its prefix key. */
+/** The calls of one connection, each with its deadline and, if it has a prompt, its prefix key. */
 export class Calls {
   readonly #transport: Transport;
   readonly #token: BearerToken;
-  /** The deadline of calls that name none. */
   readonly timeoutMs: number;
-  readonly #orderTimeoutMs: number;
+  readonly commandTimeoutMs: number;
   readonly #retryLimit: number;
 
-  constructor(transport: Transport, token: BearerToken, { timeoutMs, orderTimeoutMs, retryLimit }: CallDefaults) {
+  constructor(transport: Transport, token: BearerToken, { timeoutMs, commandTimeoutMs, retryLimit }: CallDefaults) {
     if (!Number.isInteger(retryLimit) || retryLimit < 0) {
-      throw new RangeError(`retryLimit is ${retryLimit}, and must be a whole number of at least 0`);
+      throw new RangeError(`retryLimit is ${retryLimit}; it must be an integer of at least 0`);
     }
     this.#transport = transport;
     this.#token = token;
     this.timeoutMs = timeoutMs;
-    this.#orderTimeoutMs = timeoutMs === Infinity ? Infinity : orderTimeoutMs;
+    this.commandTimeoutMs = timeoutMs === Infinity ? Infinity : commandTimeoutMs;
     this.#retryLimit = retryLimit;
   }
 
@@ -78,14 +70,14 @@ export class Calls {
     request: MessageShape<I>,
     options: CallOptions,
   ): Promise<MessageShape<O>> {
-    const bounds = boundsOf(options, ORDERS.has(method) ? this.#orderTimeoutMs : this.timeoutMs);
+    const bounds = boundsOf(options, this.timeoutMs);
     const headers = await this.#headersOf(request, options);
     const attempt = () =>
       this.#token.once(headers, (sent) => this.#transport.unary(method, request, sent, bounds));
     return sentAgain(attempt, { limit: RETRIED.has(method) ? this.#retryLimit : 0, ...bounds });
   }
 
-  /** Sends one request and yields its answers, without a deadline unless `options` name one. */
+  /** Sends one request and yields its answers. There is no deadline unless `options` set one. */
   serverStream<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageShape<I>,
@@ -104,7 +96,7 @@ export class Calls {
     yield* this.#token.each(headers, (sent) => this.#transport.serverStream(method, request, sent, bounds));
   }
 
-  /** Ends the connection and what runs on it. */
+  /** Closes the connection and ends its calls. */
   close(): void {
     this.#transport.close();
   }

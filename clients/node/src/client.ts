@@ -7,18 +7,18 @@ import type { Security } from "./security.js";
 import { BearerToken } from "./token.js";
 
 export interface ClientOptions extends BaseClientOptions {
-  /** Absent: no TLS, no token. */
+  /** Default: no TLS, no token. */
   readonly security?: Security;
-  /** gRPC's own, such as those of tracing; each sees every attempt of a call. */
+  /** Interceptors of gRPC, for example for tracing. They see every attempt of a call. */
   readonly interceptors?: readonly Interceptor[];
 }
 
 /**
- * A connection to one server, or to all that a name resolves to. Every method throws IcehouseError, and
- * TypeError for a field or an option that there is none of.
+ * A client of one server, or of all servers that a name resolves to. Every method throws IcehouseError, and TypeError
+ * for an unknown field or option.
  */
 export class Client extends BaseClient {
-  /** `address` is "host:port", "unix:/path" or any other gRPC target. The first call connects. */
+  /** `address` is "host:port", "unix:/path" or any other gRPC target. It connects with the first call. */
   constructor(address = "localhost:50051", options: ClientOptions = {}) {
     refuseUnknownOptions(options, [...BASE_OPTION_NAMES, "security", "interceptors"]);
     if (!address.trim()) {

@@ -26,9 +26,8 @@ import type { CallBounds, Transport } from "./transport.js";
 const DETAILS_KEY = "grpc-status-details-bin";
 
 /**
- * The published service config: Generate, Embed and Rerank are retried when no server took them, and calls go
- * to all servers that the address names. (gRPC for Node does not look at health itself, so that part has no
- * effect.)
+ * The published service config: Generate, Embed and Rerank are retried while no server is available, and calls are
+ * spread over all servers that the address names. Its health checks have no effect, because gRPC for Node has none.
  */
 export const SERVICE_CONFIG = readFileSync(new URL("../../service_config.json", import.meta.url), "utf8");
 
@@ -39,7 +38,7 @@ export class Connection implements Transport {
   constructor(address: string, security: Security, interceptors: readonly Interceptor[]) {
     this.#client = new GrpcClient(address, channelCredentials(security), {
       "grpc.service_config": SERVICE_CONFIG,
-      // A prompt's tokens or a long output may pass gRPC's 4 MB.
+      // The tokens of a prompt or a long output may exceed gRPC's default of 4 MB.
       "grpc.max_receive_message_length": -1,
       interceptors: [...interceptors],
       ...(isLocal(address) && { "grpc.enable_http_proxy": 0 }),
@@ -92,7 +91,7 @@ export class Connection implements Transport {
     );
     const cancel = () => call.cancel();
     cancelOn(signal, cancel);
-    // The iteration below throws what is emitted; a status that comes after it was left concerns nobody.
+    // The iteration below throws what is emitted. Nobody needs a status that comes after it was left.
     call.on("error", () => undefined);
     try {
       yield* call;
@@ -124,7 +123,7 @@ function cancelOn(signal: AbortSignal | undefined, cancel: () => void): void {
   else signal?.addEventListener("abort", cancel, { once: true });
 }
 
-/** Returns what a call threw as IcehouseError; what is no status stays what it is. */
+/** Returns a gRPC error as IcehouseError, and any other as it is. */
 function errorFrom(error: unknown): unknown {
   if (!isServiceError(error)) return error;
   const [packed] = error.metadata.get(DETAILS_KEY);

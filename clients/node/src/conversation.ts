@@ -1,12 +1,20 @@
 import { create, fromJson, type JsonValue, type MessageInitShape, toJson } from "@bufbuild/protobuf";
 
-import { type ChatMessage, ChatMessageSchema, type ContentPartSchema, ImageDetail, type ImagePartSchema } from "./gen/icehouse/v1/prompt_pb.js";
+import {
+  type ChatMessage,
+  ChatMessageSchema,
+  type ContentPartSchema,
+  ImageDetail,
+  type ImagePartSchema,
+  Role,
+} from "./gen/icehouse/v1/prompt_pb.js";
 import type { ToolCall, ToolSchema } from "./gen/icehouse/v1/tool_pb.js";
+import { roleNameOf, roleOf } from "./roles.js";
 
 const KIND = "icehouse-conversation";
 const VERSION = 1;
 
-/** What of an answer goes into the next turn: a GenerateResponse, a Completion or the Reply of a stream. */
+/** The part of an answer that goes into the conversation: a GenerateResponse, a Completion or the Reply of a stream. */
 export interface Answer {
   readonly text: string;
   readonly reasoning: string;
@@ -14,43 +22,43 @@ export interface Answer {
   readonly tokenIds: readonly number[];
 }
 
-/** A function that the model may ask for: the fields of a Tool. */
+/** A function that the model may call: the fields of a Tool. */
 export type ToolInit = MessageInitShape<typeof ToolSchema>;
 
 /**
- * A picture in a user's turn: `data` as it is in its file, PNG, JPEG, WebP or GIF, or a `uri`, which is a data URI or
- * names a file or a host that the server may read.
+ * An image in a user's turn: a PNG, JPEG, WebP or GIF. Either `data`, the bytes of the file, or `uri`, a data URI or
+ * a file or web address that the server is allowed to read.
  */
 export type ImageInit = ({ readonly data: Uint8Array } | { readonly uri: string }) & {
-  /** What it must be, such as "image/png"; absent: whatever its bytes say. */
+  /** Media type, such as "image/png", for the error where the bytes are no image. Default: none. */
   readonly mediaType?: string;
-  /** How much of it the model is shown: "low" takes fewer tokens, with the models that can. Absent: "auto". */
+  /** How much of it the model is shown: "low" takes fewer tokens with some models. Default: "auto". */
   readonly detail?: keyof typeof DETAILS;
 };
 
 const DETAILS = { auto: ImageDetail.AUTO, low: ImageDetail.LOW, high: ImageDetail.HIGH } as const;
 
 export interface ConversationOptions {
+  /** Turns to continue, oldest first. */
   readonly messages?: readonly ChatMessage[];
   readonly system?: string;
-  /** What the model may ask for. */
   readonly tools?: readonly ToolInit[];
-  /** Absent: one is made. */
+  /** Default: a random one. */
   readonly sessionId?: string;
 }
 
 /**
- * The turns so far, each answer with its tokens, reasoning and tool calls, so that each turn starts from the
- * cached blocks of the one before. It is a prompt.
+ * The turns so far; use it as a `prompt`. It keeps each answer's tokens, reasoning and tool calls, so each turn
+ * starts from the cached blocks of the turn before.
  */
 export class Conversation {
-  /** Oldest first. */
+  /** The turns, oldest first. */
   readonly messages: ChatMessage[];
-  /** Names it to gateways, logs and traces, as the `sessionId` of a request. */
+  /** Names the conversation in logs, traces and gateways, as the `sessionId` of a request. */
   readonly sessionId: string;
   /**
-   * What the model may ask for, in each request that names no tools of its own. They stand before the turns, so other
-   * tools mean that nothing is reused. Not kept by toJSON.
+   * Tools that the model may call, in every request whose prompt names no tools of its own. They come before the
+   * turns in the prompt, so nothing is reused after a change. `toJSON` does not keep them.
    */
   tools: readonly ToolInit[];
 
@@ -61,63 +69,59 @@ export class Conversation {
     if (system) this.system = system;
   }
 
-  /** The system prompt, empty for none. Another one means that nothing behind it is reused. */
+  /** The system prompt; "" for none. Nothing is reused after a change. */
   get system(): string {
     const [first] = this.messages;
-    return first?.role === "system" ? first.content : "";
+    return first?.role === Role.SYSTEM ? first.content : "";
   }
 
   set system(text: string) {
-    if (this.messages[0]?.role === "system") this.messages.shift();
-    if (text) this.messages.unshift(create(ChatMessageSchema, { role: "system", content: text }));
+    if (this.messages[0]?.role === Role.SYSTEM) this.messages.shift();
+    if (text) this.messages.unshift(create(ChatMessageSchema, { role: Role.SYSTEM, content: text }));
   }
 
-  /** Adds the user's turn; images stand before its text. */
+  /** Adds a turn of the user; images come before the text. */
   say(text: string, { images = [] }: { readonly images?: readonly ImageInit[] } = {}): void {
-    this.messages.push(create(ChatMessageSchema, { role: "user", ...contentOf(text, images) }));
+    this.messages.push(create(ChatMessageSchema, { role: Role.USER, ...contentOf(text, images) }));
   }
 
-  /** Adds the assistant's turn, an answer as it came. */
+  /** Adds an answer as a turn of the assistant. */
   add({ text, reasoning, toolCalls, tokenIds }: Answer): void {
     const turn = { reasoning, toolCalls: [...toolCalls], tokenIds: [...tokenIds] };
-    this.messages.push(create(ChatMessageSchema, { role: "assistant", content: text, ...turn }));
+    this.messages.push(create(ChatMessageSchema, { role: Role.ASSISTANT, content: text, ...turn }));
   }
 
-  /** Adds the result of a call that the assistant asked for. */
+  /** Adds the result of a tool call. */
   answer({ id, name }: ToolCall, content: string): void {
-    this.messages.push(create(ChatMessageSchema, { role: "tool", content, name, toolCallId: id }));
+    this.messages.push(create(ChatMessageSchema, { role: Role.TOOL, content, name, toolCallId: id }));
   }
 
-  /** Takes back the last turn of the user and all that came after it; nothing where there is none. */
+  /** Removes the last turn of the user and everything after it. Does nothing without such a turn. */
   undo(): void {
-    const turn = this.messages.map(({ role }) => role).lastIndexOf("user");
+    const turn = this.messages.map(({ role }) => role).lastIndexOf(Role.USER);
     if (turn >= 0) this.messages.length = turn;
   }
 
-  /** What JSON.stringify writes of it, to be kept; clients of every language read it. */
+  /** Returns what JSON.stringify writes. The clients of all languages read it. */
   toJSON(): JsonValue {
-    const messages = this.messages.map((message) => {
-      const facts = toJson(ChatMessageSchema, message, { useProtoFieldName: true });
-      return { content: "", ...(facts as Readonly<Record<string, JsonValue>>) };
-    });
-    return { kind: KIND, version: VERSION, session_id: this.sessionId, messages };
+    return { kind: KIND, version: VERSION, session_id: this.sessionId, messages: this.messages.map(factsOf) };
   }
 
-  /** Returns the conversation in a text that was kept, or in a plain list of {"role", "content"}. */
+  /** Reads what JSON.stringify wrote, or a plain list of `{"role", "content"}`. Throws TypeError for anything else. */
   static fromJSON(text: string): Conversation {
     const facts: unknown = JSON.parse(text);
     if (Array.isArray(facts)) return new Conversation({ messages: facts.map(messageFrom) });
     const { kind, version, session_id: sessionId, messages } = (facts ?? {}) as Readonly<Record<string, unknown>>;
     if (kind !== KIND || version !== VERSION) {
-      throw new TypeError(`no conversation: it is of kind ${String(kind)}, version ${String(version)}`);
+      throw new TypeError(`not a conversation: kind ${String(kind)}, version ${String(version)}`);
     }
-    if (!Array.isArray(messages)) throw new TypeError("no conversation: there is no list of messages");
+    if (!Array.isArray(messages)) throw new TypeError("not a conversation: there is no list of messages");
     const named = typeof sessionId === "string" && sessionId !== "" ? { sessionId } : {};
     return new Conversation({ messages: messages.map(messageFrom), ...named });
   }
 }
 
-/** Returns the fields of a turn that shows these images and then this text. */
+/** Returns the fields of a turn that shows these images, followed by this text. */
 export function contentOf(
   text: string,
   images: readonly ImageInit[],
@@ -143,14 +147,29 @@ function randomId(): string {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
+/** Returns a turn as it is kept: its role by name, and its content even if it is empty. */
+function factsOf(message: ChatMessage): JsonValue {
+  const facts = toJson(ChatMessageSchema, message, { useProtoFieldName: true });
+  const { role, role_name, ...kept } = facts as Readonly<Record<string, JsonValue>>;
+  return { role: roleNameOf(message), content: "", ...kept };
+}
+
 function messageFrom(facts: JsonValue, index: number): ChatMessage {
-  const place = `no conversation: messages[${index}]`;
+  const place = `not a conversation: messages[${index}]`;
   let message: ChatMessage;
   try {
-    message = fromJson(ChatMessageSchema, facts);
+    message = fromJson(ChatMessageSchema, withRole(facts));
   } catch (error) {
     throw new TypeError(`${place}: ${error instanceof Error ? error.message : String(error)}`, { cause: error });
   }
-  if (!message.role) throw new TypeError(`${place} has no role`);
+  if (!roleNameOf(message)) throw new TypeError(`${place} has no role`);
   return message;
+}
+
+/** Returns the facts with their role as the API has it: `user` is the user's, any other name the template's own. */
+function withRole(facts: JsonValue): JsonValue {
+  if (typeof facts !== "object" || facts === null || Array.isArray(facts)) return facts;
+  const { role, ...others } = facts;
+  if (typeof role !== "string" || role.startsWith("ROLE_")) return facts;
+  return { ...others, ...(roleOf(role) === undefined ? { role_name: role } : { role: roleOf(role)! }) };
 }

@@ -5,7 +5,7 @@ import type { status } from "@grpc/grpc-js";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 import { CODE_NAMES } from "./status.js";
 
-/** A status as it came, whatever brought it. */
+/** A status as the transport delivered it. */
 export interface StatusFacts {
   readonly code: status;
   readonly message: string;
@@ -13,21 +13,21 @@ export interface StatusFacts {
   readonly cause: unknown;
 }
 
-/** What every failed call throws: the server's status with its details unpacked. */
+/** Thrown by every failed call: the server's status with its details. */
 export class IcehouseError extends Error {
   override readonly name = "IcehouseError";
   /** gRPC's status code, as in `status` of @grpc/grpc-js. */
   readonly code: status;
   /**
-   * Stable and machine readable: "QUEUE_FULL", "PROMPT_TOO_LONG" and so on. Where the status came from the
-   * network and not from the server it is the code's name, such as "UNAVAILABLE".
+   * A value of ErrorReason without its prefix, such as "QUEUE_FULL". If the status came from the network and not from
+   * the server, the name of the code, such as "UNAVAILABLE".
    */
   readonly reason: string;
-  /** The numbers of the message. */
+  /** The values in the message, by name. */
   readonly metadata: Readonly<Record<string, string>>;
-  /** The request field at fault, in the protos' spelling. Absent: no field is. */
+  /** The field at fault, as the protos spell it, such as "prompt.text". Undefined if no field is. */
   readonly field: string | undefined;
-  /** When trying again makes sense. Absent: the server named no delay. */
+  /** When it makes sense to try again. Undefined if the server did not say. */
   readonly retryAfterMs: number | undefined;
 
   constructor({ code, message, details, cause }: StatusFacts) {

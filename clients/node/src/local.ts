@@ -1,10 +1,10 @@
 import { BlockList, isIP } from "node:net";
 
 const SOCKET_SCHEME = /^(unix|unix-abstract|vsock):/i;
-/** What stands before the addresses of a target that names its scheme. */
+/** The part of a target before its addresses. */
 const SCHEME = /^(dns|ipv4|ipv6|passthrough):(\/\/[^/]*\/)?/i;
 
-/** What listens everywhere listens here, and a system connects it so. */
+/** Loopback, and the addresses for all interfaces: connecting to those reaches this machine. */
 const LOCAL_ADDRESSES = new BlockList();
 LOCAL_ADDRESSES.addSubnet("127.0.0.0", 8, "ipv4");
 LOCAL_ADDRESSES.addAddress("0.0.0.0", "ipv4");
@@ -12,8 +12,8 @@ LOCAL_ADDRESSES.addAddress("::1", "ipv6");
 LOCAL_ADDRESSES.addAddress("::", "ipv6");
 
 /**
- * Returns whether all that a gRPC target names is this machine, by its looks: no name is resolved. A proxy
- * elsewhere would look for the server on its own machine.
+ * Returns whether a gRPC target names only this machine; no name is resolved. A proxy on another machine would look
+ * for the server on its own.
  */
 export function isLocal(target: string): boolean {
   if (SOCKET_SCHEME.test(target)) return true;

@@ -1,10 +1,10 @@
 import { type DescField, type DescMessage, isMessage } from "@bufbuild/protobuf";
 
-/** Our field by its name in other APIs, in camel case. */
+/** Names of fields in other APIs, and what they are called here. */
 const MEANT: Readonly<Record<string, string>> = {
   bestOf: "completions",
   chatTemplateKwargs: "templateArguments",
-  functions: "tools",
+  functions: "prompt.tools",
   guidedJson: "responseFormat",
   maxCompletionTokens: "maxOutputTokens",
   maxNewTokens: "maxOutputTokens",
@@ -18,21 +18,20 @@ const MEANT: Readonly<Record<string, string>> = {
 };
 
 /**
- * Throws TypeError for a key that the message has no field for, at any depth, with the one that may be meant:
- * TypeScript sees most of them, a running program would drop them. `aliases` are keys beside the fields.
+ * Throws TypeError for a key that the message has no field for, at any depth, and suggests one. The compiler finds
+ * most of them, but at run time they would be ignored.
  */
-export function refuseUnknownFields(schema: DescMessage, init: object, aliases: readonly string[] = []): void {
+export function refuseUnknownFields(schema: DescMessage, init: object): void {
   if (isMessage(init) || schema.typeName.startsWith("google.protobuf.")) return;
   for (const [name, value] of Object.entries(init)) {
-    if (aliases.includes(name)) continue;
     const member = schema.members.find(({ localName }) => localName === name);
-    if (!member) throw new TypeError(unknown(schema.name, name, [...aliases, ...fieldPaths(schema)]));
+    if (!member) throw new TypeError(unknown(schema.name, name, fieldPaths(schema)));
     if (member.kind === "field") refuseWithin(member, value);
     else if (value?.case !== undefined) refuseWithin(chosen(member.fields, name, value.case), value.value);
   }
 }
 
-/** Throws TypeError for a key that is none of `known`, with the one that may be meant. */
+/** Throws TypeError for a key that is none of `known`, and suggests one. */
 export function refuseUnknownOptions(options: object, known: readonly string[]): void {
   for (const name of Object.keys(options)) {
     if (!known.includes(name)) throw new TypeError(unknown("a call's options", name, known));
@@ -79,7 +78,7 @@ function nearest(name: string, known: readonly string[]): string | undefined {
   return best && best.distance <= Math.floor(camel.length / 3) ? best.path : undefined;
 }
 
-/** Returns how many letters must be put in, left out or exchanged (Levenshtein 1966). */
+/** Returns the number of letters to insert, delete or replace (Levenshtein 1966). */
 function editDistance(one: string, other: string): number {
   let above = Array.from({ length: other.length + 1 }, (_, index) => index);
   for (let row = 1; row <= one.length; row++) {

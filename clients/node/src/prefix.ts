@@ -8,11 +8,11 @@ import type {
   WarmRequest,
 } from "./gen/icehouse/v1/cache_service_pb.js";
 import type { GenerateRequest } from "./gen/icehouse/v1/inference_service_pb.js";
-import type { ChatPrompt } from "./gen/icehouse/v1/prompt_pb.js";
+import { type ChatPrompt, type Prompt, Role } from "./gen/icehouse/v1/prompt_pb.js";
 import type { RerankRequest } from "./gen/icehouse/v1/rerank_service_pb.js";
-import type { Tool } from "./gen/icehouse/v1/tool_pb.js";
+import { roleNameOf } from "./roles.js";
 
-/** The header that carries `prefixKey` with every call whose cache it concerns. */
+/** The header that carries `prefixKey` with every call that uses the prefix cache. */
 export const PREFIX_KEY_HEADER = "icehouse-prefix-key";
 
 const TEXT_BYTES = 1024;
@@ -20,7 +20,6 @@ const TOKEN_COUNT = 256;
 const CHAT_BYTES = 4096;
 
 type Prompted = GenerateRequest | WarmRequest | ExplainRequest | PinRequest | UnpinRequest | EvictRequest;
-type Keyed = Prompted | RerankRequest;
 
 const PROMPTED: Readonly<Record<Prompted["$typeName"], true>> = {
   "icehouse.v1.GenerateRequest": true,
@@ -31,52 +30,58 @@ const PROMPTED: Readonly<Record<Prompted["$typeName"], true>> = {
   "icehouse.v1.EvictRequest": true,
 };
 
-/** Returns what the key of a request's prompt is the hash of; undefined for one without a prompt that is cached. */
+/** Returns the bytes that the key is the hash of; undefined for a request without a prompt that can be cached. */
 export function prefixBytes(request: Message): Uint8Array<ArrayBuffer> | undefined {
-  if (!isKeyed(request)) return undefined;
-  const start = beginning(request);
-  if (start === undefined) return undefined;
-  return joined(encoded(`${request.model}\0${start.kind}\0${variant(request)}`), start.bytes);
+  if (isRerank(request)) return bytesOf(request.model, "query", variant(request.adapter), firstBytes(request.query));
+  if (!isPrompted(request) || !request.prompt) return undefined;
+  const { form, tools, adapter } = request.prompt;
+  const start = beginning(form);
+  return start && bytesOf(request.model, form.case ?? "", variant(adapter, tools), start);
 }
 
-function isKeyed(request: Message): request is Keyed {
-  return request.$typeName in PROMPTED || request.$typeName === "icehouse.v1.RerankRequest";
+function isRerank(request: Message): request is RerankRequest {
+  return request.$typeName === "icehouse.v1.RerankRequest";
 }
 
-function beginning(request: Keyed): Readonly<{ kind: string; bytes: Uint8Array }> | undefined {
-  if (request.$typeName === "icehouse.v1.RerankRequest") return { kind: "query", bytes: firstBytes(request.query) };
-  const prompt = request.$typeName === "icehouse.v1.EvictRequest" ? request.target : request.prompt;
-  switch (prompt.case) {
+function isPrompted(request: Message): request is Prompted {
+  return request.$typeName in PROMPTED;
+}
+
+function bytesOf(model: string, kind: string, variant: string, beginning: Uint8Array): Uint8Array<ArrayBuffer> {
+  return joined(encoded(`${model}\0${kind}\0${variant}`), beginning);
+}
+
+function variant(adapter: string, tools: Prompt["tools"] = []): string {
+  if (adapter === "" && tools.length === 0) return "";
+  const texts = tools.map(({ name, description, parametersJson }) => `${name}\0${description}\0${parametersJson}\0`);
+  return `${adapter}\0${texts.join("")}`;
+}
+
+function beginning(form: Prompt["form"]): Uint8Array | undefined {
+  switch (form.case) {
     case "text":
-      return { kind: "text", bytes: firstBytes(prompt.value) };
+      return firstBytes(form.value);
     case "tokens": {
-      const ids = prompt.value.ids.slice(0, TOKEN_COUNT);
+      const ids = form.value.ids.slice(0, TOKEN_COUNT);
       const bytes = new DataView(new ArrayBuffer(4 * ids.length));
       ids.forEach((id, index) => bytes.setInt32(4 * index, id, true));
-      return { kind: "tokens", bytes: new Uint8Array(bytes.buffer) };
+      return new Uint8Array(bytes.buffer);
     }
     case "infill":
-      return { kind: "infill", bytes: firstBytes(prompt.value.prefix) };
+      return firstBytes(form.value.prefix);
     case "chat":
-      return { kind: "chat", bytes: turns(prompt.value) };
+      return turns(form.value);
     default:
       return undefined;
   }
 }
 
-function variant(request: Keyed): string {
-  const tools: readonly Tool[] = request.$typeName === "icehouse.v1.RerankRequest" ? [] : request.tools;
-  if (request.adapter === "" && tools.length === 0) return "";
-  const texts = tools.map(({ name, description, parametersJson }) => `${name}\0${description}\0${parametersJson}\0`);
-  return `${request.adapter}\0${texts.join("")}`;
-}
-
 function turns(chat: ChatPrompt): Uint8Array {
   let bytes = new Uint8Array();
-  for (const { role, content, parts } of chat.messages) {
-    const text = content + parts.map(({ part }) => (part.case === "text" ? part.value : "")).join("");
-    bytes = joined(bytes, encoded(`${role}\0${text}\0`));
-    if (role === "user" || bytes.length >= CHAT_BYTES) break;
+  for (const message of chat.messages) {
+    const texts = message.parts.map(({ part }) => (part.case === "text" ? part.value : ""));
+    bytes = joined(bytes, encoded(`${roleNameOf(message)}\0${message.content}${texts.join("")}\0`));
+    if (message.role === Role.USER || bytes.length >= CHAT_BYTES) break;
   }
   return bytes.subarray(0, CHAT_BYTES);
 }

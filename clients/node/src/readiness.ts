@@ -11,8 +11,8 @@ const FIRST_DELAY_MS = 100;
 const LAST_DELAY_MS = 1_000;
 
 /**
- * Returns what `ask` returns of a server that is ready; it is called with the time that is left. Throws
- * DEADLINE_EXCEEDED when time is up, and at once whatever waiting cannot help.
+ * Calls `ask`, with the time that is left, until it returns a server that is ready. Throws DEADLINE_EXCEEDED when time
+ * is up, and other errors that waiting does not cure at once.
  */
 export async function readyServer(
   ask: (leftMs: number) => Promise<Server>,
@@ -35,7 +35,7 @@ export async function readyServer(
     }
     const leftMs = end - Date.now();
     if (leftMs <= 0) throw late(last);
-    // Of a signal the next call says what all calls say of it.
+    // If the signal ended the sleep, the next call throws.
     await sleep(Math.min(delayMs, leftMs), signal);
   }
 }

@@ -2,20 +2,20 @@ import { ChannelCredentials, credentials } from "@grpc/grpc-js";
 
 import type { TokenSource } from "./token.js";
 
-/** TLS and credentials of a connection. PEM contents, not paths. */
+/** TLS and credentials of a client. PEM contents, not paths. */
 export interface Security {
-  /** Use TLS and trust the system's authorities; implied by `ca` and by `certificate`. */
+  /** Use TLS and trust the system's authorities. Implied by `ca` and by `certificate`. */
   readonly tls?: boolean;
-  /** Authorities to trust instead. */
+  /** Authorities to trust instead of the system's. */
   readonly ca?: Buffer;
   /** The client's own certificate and key, for mTLS. */
   readonly certificate?: Buffer;
   readonly key?: Buffer;
-  /** Expected in the server's certificate when it differs from the address. */
+  /** The name in the server's certificate. Default: the host of the address. */
   readonly serverName?: string;
   /**
-   * Goes with every call as a bearer token. Without TLS whoever is on the way can read it. What a source returns is
-   * kept until the server refuses it; then the source is asked anew and the refused call made again, once.
+   * Sent with every call as a bearer token; use TLS, or others on the network can read it. A function is called once,
+   * and again when the server refuses the token; the refused call is then sent once more.
    */
   readonly token?: string | TokenSource;
 }

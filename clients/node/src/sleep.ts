@@ -1,4 +1,4 @@
-/** Returns after a delay, or at once when the signal ends it; browsers have no timers that promise. */
+/** Resolves after a delay, or when the signal aborts. Browsers have no timers that return promises. */
 export async function sleep(delayMs: number, signal: AbortSignal | undefined): Promise<void> {
   await new Promise<void>((resolve) => {
     const end = () => {

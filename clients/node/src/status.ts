@@ -1,6 +1,6 @@
 import type { status } from "@grpc/grpc-js";
 
-/** The names of gRPC's status codes, by number: grpc-js has them too, but cannot be loaded by a browser. */
+/** The names of gRPC's status codes, by number. grpc-js has them too, but browsers cannot load it. */
 export const CODE_NAMES: readonly string[] = [
   "OK",
   "CANCELLED",

@@ -6,22 +6,22 @@ import { type MalformedToolCall, type ToolCall, type ToolCallDelta, ToolCallSche
 
 /** One complete output. */
 export interface Output extends Answer {
-  /** Parts of the text that began as tool calls and cannot be read as such. */
+  /** Parts of the text that began as tool calls and cannot be parsed. */
   readonly malformedToolCalls: readonly MalformedToolCall[];
-  /** The reason of the end and the usage. */
+  /** Why the output ended, and what it cost. */
   readonly finished: Finished;
 }
 
-/** A complete answer: its first output, and in `completions` all of them in order. */
+/** A complete answer: its first completion, and all of them in `completions`. */
 export interface Reply extends Output {
-  /** The request's id, model, seed and what was reused of the prompt. */
+  /** The request's id, model and seed, and what was reused of its prompt. */
   readonly started: Started;
   readonly completions: readonly Output[];
 }
 
 /**
- * A running output: iterate over its pieces of text (of several completions the first one's), or over
- * `events()`, once. Leaving the loop early ends the output on the server.
+ * A running output. Iterate once, either over its pieces of text (those of the first completion) or over `events()`.
+ * If you leave the loop early, the output ends on the server too.
  */
 export class Stream implements AsyncIterable<string> {
   readonly #begin: () => AsyncGenerator<StreamResponse, void, undefined>;
@@ -39,7 +39,7 @@ export class Stream implements AsyncIterable<string> {
     }
   }
 
-  /** Yields every event as the API has it: how far the prompt is, text, reasoning and calls as they come. */
+  /** Yields every event of the API: progress of the prompt, text, reasoning and pieces of tool calls. */
   async *events(): AsyncGenerator<StreamResponse, void, undefined> {
     for await (const response of this.#begin()) {
       const { event } = response;
@@ -50,12 +50,12 @@ export class Stream implements AsyncIterable<string> {
     }
   }
 
-  /** What the server said when it began; absent before the first text. */
+  /** What the server sent when the output began; undefined before that. */
   get started(): Started | undefined {
     return this.#started;
   }
 
-  /** The whole answer; throws before its end. */
+  /** The whole answer. Throws before the stream has ended. */
   get reply(): Reply {
     const completions = this.#outputs.map(({ output }) => output);
     const [first] = completions;

@@ -1,12 +1,12 @@
 import { IcehouseError } from "./errors.js";
 import { UNAUTHENTICATED } from "./status.js";
 
-/** Returns the token that is valid now: reads a file that is written again, asks an identity provider. */
+/** Returns a valid token, for example from a file that is rotated or from an identity provider. */
 export type TokenSource = () => string | Promise<string>;
 
 type Headers = Readonly<Record<string, string>>;
 
-/** The token of a connection: kept until the server refuses it, and then asked for anew where it has a source. */
+/** The token of a client. It is kept until the server refuses it; then its source, if it has one, is asked again. */
 export class BearerToken {
   readonly #source: TokenSource | undefined;
   #known: Promise<string> | undefined;
@@ -17,8 +17,8 @@ export class BearerToken {
   }
 
   /**
-   * Returns what `send` returns, which is called with `headers` and the token, and once more with another token
-   * where the server refuses the first: nothing of that call has run.
+   * Returns what `send` returns. It is called with `headers` and the token, and once more with a new token if the
+   * server refuses the first, since nothing of that call has run.
    */
   async once<T>(headers: Headers, send: (headers: Headers) => Promise<T>): Promise<T> {
     const token = await this.#tokenFor(headers);
@@ -30,7 +30,7 @@ export class BearerToken {
     return send(authorized(headers, await this.#tokenFor(headers)));
   }
 
-  /** As `once`, for calls with many answers: before the first of them. */
+  /** As `once`, for calls that stream their answers. They are sent again only before the first answer. */
   async *each<T>(
     headers: Headers,
     begin: (headers: Headers) => AsyncGenerator<T, void, undefined>,
@@ -49,13 +49,13 @@ export class BearerToken {
     yield* begin(authorized(headers, await this.#tokenFor(headers)));
   }
 
-  /** Returns the token to send; none where the call's own headers say who calls. */
+  /** Returns the token to send; none if the call's own headers have one. */
   async #tokenFor(headers: Headers): Promise<string> {
     if (Object.keys(headers).some((name) => name.toLowerCase() === "authorization")) return "";
     if (!this.#known) {
       const asked = this.#asked();
       this.#known = asked;
-      // One that failed is asked again by the next call.
+      // After a failure the next call asks again.
       asked.catch(() => {
         if (this.#known === asked) this.#known = undefined;
       });
@@ -63,17 +63,17 @@ export class BearerToken {
     return this.#known;
   }
 
-  /** Asks the source, once for all calls that wait. */
+  /** Asks the source, once for all waiting calls. */
   async #asked(): Promise<string> {
     return (await this.#source?.()) ?? "";
   }
 
-  /** Returns whether there may be another token than the one that was refused, and forgets that. */
+  /** Returns whether a call that was refused with this token may try a new one, and forgets the refused one. */
   async #isRenewed(error: unknown, refused: string): Promise<boolean> {
     if (!this.#source || !refused) return false;
     if (!(error instanceof IcehouseError) || error.code !== UNAUTHENTICATED) return false;
     const known = this.#known;
-    // Another call may have brought a new one meanwhile.
+    // Another call may have fetched a new one in the meantime.
     if (known && (await known) === refused && this.#known === known) this.#known = undefined;
     return true;
   }

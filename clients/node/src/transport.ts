@@ -1,6 +1,6 @@
 import type { DescMessage, DescMethodServerStreaming, DescMethodUnary, Message, MessageShape } from "@bufbuild/protobuf";
 
-/** What bounds a call. */
+/** Limits of a call. */
 export interface CallBounds {
   /** In milliseconds since 1970; Infinity for none. */
   readonly deadline: number;
@@ -8,9 +8,9 @@ export interface CallBounds {
   readonly signal: AbortSignal | undefined;
 }
 
-/** What carries calls to a server: gRPC in Node, gRPC-Web in browsers. It throws IcehouseError. */
+/** Carries calls to a server: gRPC in Node, gRPC-Web in browsers. Throws IcehouseError. */
 export interface Transport {
-  /** Returns the request's prefix key; the empty text where it has no prompt. */
+  /** Returns the request's prefix key; "" if it has none. */
   prefixKey(request: Message): string | Promise<string>;
 
   /** Sends one request and returns its answer. */
@@ -21,7 +21,7 @@ export interface Transport {
     bounds: CallBounds,
   ): Promise<MessageShape<O>>;
 
-  /** Sends one request and yields its answers. Leaving early ends the call on the server too. */
+  /** Sends one request and yields its answers. If the iteration is left early, the call ends on the server too. */
   serverStream<I extends DescMessage, O extends DescMessage>(
     method: DescMethodServerStreaming<I, O>,
     request: MessageShape<I>,
@@ -29,6 +29,6 @@ export interface Transport {
     bounds: CallBounds,
   ): AsyncGenerator<MessageShape<O>, void, undefined>;
 
-  /** Ends the connection and what runs on it. */
+  /** Closes the connection and ends its calls. */
   close(): void;
 }

@@ -1,6 +1,6 @@
 /**
- * Client of Icehouse for browsers, by gRPC-Web: `icehouse-client/web`. The server speaks gRPC, so that an Envoy
- * stands between (deploy/envoy). Needs the packages @connectrpc/connect and @connectrpc/connect-web.
+ * Client of Icehouse for browsers, over gRPC-Web: `icehouse-client/web`. Servers speak gRPC, so it needs an Envoy in
+ * front of them (deploy/envoy), and the packages @connectrpc/connect and @connectrpc/connect-web.
  */
 import type { Interceptor } from "@connectrpc/connect";
 
@@ -9,9 +9,9 @@ import { refuseUnknownOptions } from "./options.js";
 import { BearerToken, type TokenSource } from "./token.js";
 import { WebTransport } from "./web_transport.js";
 
-export type { CancelOptions } from "./base_client.js";
-export { CacheClient, type EvictAllOptions, type ProgressOptions, type WatchStatsOptions } from "./cache.js";
-export { type CallOptions, DEFAULT_ORDER_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
+export type { CancelOptions, WatchStatsOptions } from "./base_client.js";
+export { CacheClient, type CommandOptions, type EvictAllOptions } from "./cache.js";
+export { type CallOptions, DEFAULT_COMMAND_TIMEOUT_MS, DEFAULT_TIMEOUT_MS } from "./calls.js";
 export { type Answer, Conversation, type ConversationOptions, type ImageInit, type ToolInit } from "./conversation.js";
 export { IcehouseError } from "./errors.js";
 export { type Parser } from "./json.js";
@@ -21,23 +21,22 @@ export { type TokenSource } from "./token.js";
 
 export interface ClientOptions extends BaseClientOptions {
   /**
-   * Goes with every call as a bearer token; everyone can read what a page sends, so let it be the user's own. What a
-   * source returns is kept until the server refuses it; then the source is asked anew and the refused call made
-   * again, once.
+   * Sent with every call as a bearer token. Everyone can read what a page sends, so it should be the user's own. A
+   * function is called once, and again when the server refuses the token; the refused call is then sent once more.
    */
   readonly token?: string | TokenSource;
-  /** Connect's own, such as those of tracing; each sees every attempt of a call. */
+  /** Interceptors of Connect, for example for tracing. They see every attempt of a call. */
   readonly interceptors?: readonly Interceptor[];
-  /** In place of the browser's own, such as one that sends cookies. */
+  /** Used instead of the browser's own, for example to send cookies. */
   readonly fetch?: typeof globalThis.fetch;
 }
 
 /**
- * A client of the Envoy at a URL, with the methods of Node's client. gRPC's own retries are Envoy's here. Every
- * method throws IcehouseError, and TypeError for a field or an option that there is none of.
+ * A client of the Envoy at a URL, with the same methods as the client for Node. Every method throws IcehouseError, and
+ * TypeError for an unknown field or option. Envoy does what gRPC's own retries do in Node.
  */
 export class Client extends BaseClient {
-  /** `url` is Envoy's origin: "https://models.example.com:8443". */
+  /** `url` is the origin of Envoy, such as "https://models.example.com:8443". */
   constructor(url: string, options: ClientOptions = {}) {
     refuseUnknownOptions(options, [...BASE_OPTION_NAMES, "token", "interceptors", "fetch"]);
     super(new WebTransport(url, options), new BearerToken(options.token), options);

@@ -18,19 +18,19 @@ import { UNAVAILABLE } from "./status.js";
 import type { CallBounds, Transport } from "./transport.js";
 
 const KEY_BYTES = 8;
-/** The longest that a timer waits. */
+/** Maximum time of a timer. */
 const TIMER_LIMIT_MS = 2 ** 31 - 1;
-/** A number of grpc-timeout has eight digits at most. */
+/** The number in grpc-timeout has at most eight digits. */
 const UNIT_LIMIT = 1e8;
 const TYPE_PREFIX = "type.googleapis.com/";
 
-/** What Connect is told. */
+/** Options for Connect. */
 interface WebOptions {
   readonly interceptors?: readonly Interceptor[];
   readonly fetch?: typeof globalThis.fetch;
 }
 
-/** Speaks to a server by gRPC-Web, over Connect-ES. */
+/** Speaks gRPC-Web to a server, with Connect-ES. */
 export class WebTransport implements Transport {
   readonly #transport: ConnectTransport;
   readonly #open = new Set<Run>();
@@ -43,7 +43,7 @@ export class WebTransport implements Transport {
     });
   }
 
-  /** Returns the key; empty as well where the page is not secure, as browsers have no SHA-256 there. */
+  /** Returns the key; "" on a page that is not secure, where browsers have no SHA-256. */
   async prefixKey(request: Message): Promise<string> {
     const bytes = prefixBytes(request);
     if (!bytes || !globalThis.crypto?.subtle) return "";
@@ -102,7 +102,7 @@ export class WebTransport implements Transport {
   }
 }
 
-/** What ends a call: its deadline, its caller's signal, or its end. Connect's own timer outlives calls that are left. */
+/** Ends a call at its deadline or on its caller's signal. Connect's own timer outlives a stream that is left early. */
 class Run {
   readonly headers: Readonly<Record<string, string>>;
   readonly #controller = new AbortController();
@@ -134,7 +134,7 @@ async function* only<T>(request: T): AsyncGenerator<T, void, undefined> {
   yield request;
 }
 
-/** Returns what a call threw as IcehouseError: Connect's codes are those of gRPC. */
+/** Returns what a call threw as IcehouseError. Connect's codes are those of gRPC. */
 function errorFrom(thrown: unknown): IcehouseError {
   const error = ConnectError.from(thrown);
   const details = error.details.flatMap((detail) =>
@@ -142,7 +142,7 @@ function errorFrom(thrown: unknown): IcehouseError {
       ? [create(AnySchema, { typeUrl: TYPE_PREFIX + detail.type, value: detail.value })]
       : [],
   );
-  // So browsers tell that there is no connection.
+  // This is how browsers report that there is no connection.
   const code: status = error.cause instanceof TypeError ? UNAVAILABLE : (error.code as number);
   return new IcehouseError({ code, message: error.rawMessage, details, cause: error });
 }

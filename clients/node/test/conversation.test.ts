@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { Conversation } from "../src/index.js";
+import { Role } from "../src/gen/icehouse/v1/prompt_pb.js";
 import { ToolCallSchema } from "../src/gen/icehouse/v1/tool_pb.js";
 
 const CALL = create(ToolCallSchema, { id: "c1", name: "weather", argumentsJson: '{"city": "Oslo"}' });
@@ -35,14 +36,14 @@ function example(): Conversation {
   return talk;
 }
 
-test("it is kept in the form of every language, and is what it was when read again", () => {
+test("it is kept in the form of every language and reads back equal", () => {
   const text = JSON.stringify(example());
   assert.deepEqual(JSON.parse(text), KEPT);
   const again = Conversation.fromJSON(text);
   assert.deepEqual(again, example());
 });
 
-test("pictures stand before the text, and are kept in the form of every language", () => {
+test("images come before the text, and are kept in the form of every language", () => {
   const talk = new Conversation();
   talk.say("What is it?", { images: [{ data: Buffer.from("GIF8"), mediaType: "image/gif" }] });
   const parts = [{ image: { data: "R0lGOA==", media_type: "image/gif" } }, { text: "What is it?" }];
@@ -53,7 +54,7 @@ test("pictures stand before the text, and are kept in the form of every language
   assert.deepEqual(message.parts.map(({ part }) => part.case), ["image", "text"]);
 });
 
-test("of a picture may be said where it is and how much of it is shown", () => {
+test("an image may have a uri and a detail", () => {
   const talk = new Conversation();
   talk.say("", { images: [{ uri: "https://example.org/a.png", detail: "low" }] });
   const [{ parts }] = JSON.parse(JSON.stringify(talk)).messages;
@@ -67,7 +68,7 @@ test("each has a session of its own", () => {
   assert.notEqual(new Conversation().sessionId, new Conversation().sessionId);
 });
 
-test("turns are taken back and the system prompt is exchanged", () => {
+test("turns are removed and the system prompt is replaced", () => {
   const talk = new Conversation();
   talk.undo();
   talk.say("one");
@@ -82,16 +83,23 @@ test("turns are taken back and the system prompt is exchanged", () => {
 
 test("a plain list is read too", () => {
   const { messages } = Conversation.fromJSON('[{"role": "user", "content": "Hi"}]');
-  assert.deepEqual(messages.map(({ role, content }) => [role, content]), [["user", "Hi"]]);
+  assert.deepEqual(messages.map(({ role, content }) => [role, content]), [[Role.USER, "Hi"]]);
 });
 
-test("what is no conversation is refused with its place", () => {
+test("a role is kept by its name, a template's own too, and read as the API has it", () => {
+  const { messages } = Conversation.fromJSON('[{"role": "ROLE_USER"}, {"role": "ipython", "content": "1"}]');
+  assert.deepEqual(messages.map(({ role, roleName }) => [role, roleName]), [[Role.USER, ""], [Role.UNSPECIFIED, "ipython"]]);
+  const kept = JSON.parse(JSON.stringify(new Conversation({ messages })));
+  assert.deepEqual(kept.messages, [{ role: "user", content: "" }, { role: "ipython", content: "1" }]);
+});
+
+test("anything else is refused, with its place", () => {
   for (const [facts, problem] of [
-    [{ messages: [] }, /of kind undefined, version undefined/],
+    [{ messages: [] }, /kind undefined, version undefined/],
     [{ ...KEPT, version: 2 }, /version 2/],
     [{ kind: KEPT.kind, version: 1 }, /no list of messages/],
-    ["Hi", /of kind undefined/],
-    [null, /of kind undefined/],
+    ["Hi", /kind undefined/],
+    [null, /kind undefined/],
     [["Hi"], /messages\[0\]/],
     [[{ role: "user", contents: "Hi" }], /messages\[0\].*contents/],
     [[{ role: "user", content: 7 }], /messages\[0\].*content/],

@@ -3,8 +3,9 @@ import { status } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Conversation, type GenerateInit } from "../src/index.js";
+import { Conversation, type PromptInit } from "../src/index.js";
 import { ModelService } from "../src/gen/icehouse/v1/model_service_pb.js";
+import { Role } from "../src/gen/icehouse/v1/prompt_pb.js";
 import { collect, dial, live, refusal, servers } from "./servers.js";
 
 const ENDLESS = { prompt: "Once", maxOutputTokens: 4000 };
@@ -24,15 +25,14 @@ test("of several completions the first is the reply", live, async (t) => {
 
 test("prompts of every kind", live, async (t) => {
   const client = dial(t, servers.address);
-  const messages = [{ role: "system", content: "Be kind." }, { role: "user", content: "Hi" }];
-  const requests: GenerateInit[] = [
-    { prompt: "Hi" },
-    { prompt: [10, 11, 12] },
-    { prompt: messages },
-    { prompt: { case: "chat", value: { messages } } },
+  const prompts: PromptInit[] = [
+    "Hi",
+    [10, 11, 12],
+    [{ role: "system", content: "Be kind." }, { role: "user", content: "Hi" }],
+    { form: { case: "chat", value: { messages: [{ role: Role.USER, content: "Hi" }] } } },
   ];
-  for (const request of requests) {
-    assert.equal((await client.generate({ ...request, maxOutputTokens: 1 })).usage?.outputTokens, 1);
+  for (const prompt of prompts) {
+    assert.equal((await client.generate({ prompt, maxOutputTokens: 1 })).usage?.outputTokens, 1);
   }
 });
 
@@ -51,7 +51,7 @@ test("a signal ends calls of both kinds, before they begin too", live, async (t)
   assert.equal((await refusal(collect(client.stream(short, { signal })))).code, status.CANCELLED);
 });
 
-test("what a progress callback throws ends the order", live, async (t) => {
+test("what a progress callback throws ends the command", live, async (t) => {
   const onProgress = () => {
     throw new RangeError("enough");
   };
@@ -70,16 +70,19 @@ test("each turn of a conversation starts from the blocks of the one before", liv
   await collect(stream);
   talk.add(stream.reply);
   assert.notEqual(stream.started?.cache?.cachedTokens, 0);
-  assert.deepEqual(talk.messages.map(({ role }) => role), ["system", "user", "assistant", "user", "assistant"]);
+  const { SYSTEM, USER, ASSISTANT } = Role;
+  assert.deepEqual(talk.messages.map(({ role }) => role), [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]);
   assert.deepEqual(talk.messages.at(-1)?.tokenIds, stream.reply.tokenIds);
 });
 
 test("a server tells its models and counters; what it lacks is refused", live, async (t) => {
   const client = dial(t, servers.address);
   assert.deepEqual((await client.listModels()).map(({ id }) => id), [servers.model]);
-  assert((await client.cacheStats()).engine);
+  assert((await client.cacheStats()).cache?.ram);
+  assert((await client.getStats()).engine);
   const { reason } = await refusal(client.call(ModelService.method.getModel, { model: "none" }));
   assert.equal(reason, "MODEL_NOT_FOUND");
   assert.equal((await refusal(client.cancelRequest("none"))).reason, "REQUEST_NOT_FOUND");
   assert.equal((await refusal(client.cache.pin({ prompt: "unknown" }))).reason, "BLOCK_NOT_FOUND");
+  assert.equal((await refusal(client.cache.evictAll({ model: "none" }))).reason, "MODEL_NOT_FOUND");
 });

@@ -242,7 +242,7 @@ scenario("images_unsupported", async (s) => {
 
 function shown({ input }: Scenario, image = "image") {
   const images = [{ data: Buffer.from(input[image], "base64"), mediaType: String(input["media_type"]) }];
-  const prompt = [{ role: "user", content: String(input["question"]), images }];
+  const prompt = [{ role: "user" as const, content: String(input["question"]), images }];
   return { prompt, maxOutputTokens: Number(input["max_output_tokens"]) };
 }
 
@@ -350,7 +350,7 @@ scenario("verify", async (s) => {
 
 scenario("watch_stats", async (s) => {
   const times: number[] = [];
-  for await (const { collectTime } of s.client().cache.watchStats({ intervalMs: s.input["interval_ms"] })) {
+  for await (const { collectTime } of s.client().watchStats({ intervalMs: s.input["interval_ms"] })) {
     assert(collectTime);
     times.push(timestampMs(collectTime));
     if (times.length === s.input["answer_count"]) break;

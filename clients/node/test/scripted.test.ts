@@ -9,7 +9,7 @@ import { setImmediate } from "node:timers/promises";
 import { Client, type ClientOptions, IcehouseError, PREFIX_KEY_HEADER, prefixKey } from "../src/index.js";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
-import { CacheService } from "../src/gen/icehouse/v1/cache_service_pb.js";
+import { CacheService, type WarmProgress, WarmResponseSchema } from "../src/gen/icehouse/v1/cache_service_pb.js";
 import {
   GenerateRequestSchema,
   GenerateResponseSchema,
@@ -30,12 +30,14 @@ type Refusal = Readonly<{ code: status; details: string; metadata?: Metadata }>;
 const UNAVAILABLE: Refusal = { code: status.UNAVAILABLE, details: "draining" };
 
 type Event = Exclude<MessageInitShape<typeof StreamResponseSchema>["event"], undefined>;
+type WarmEvent = Exclude<MessageInitShape<typeof WarmResponseSchema>["event"], undefined>;
 
 class Scripted {
   refusals: Refusal[] = [];
   generateCount = 0;
   streamCount = 0;
   events: Event[] = [];
+  warmEvents: WarmEvent[] = [{ case: "done", value: {} }];
   states: ServerState[] = [];
   headers = new Metadata();
   deadline: Date | number = Infinity;
@@ -70,8 +72,9 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
       warm: {
         ...shared,
         path: `/${warm.parent.typeName}/${warm.name}`,
-        responseStream: false,
-        responseSerialize: () => Buffer.alloc(0),
+        responseStream: true,
+        responseSerialize: (event: WarmEvent) =>
+          Buffer.from(toBinary(WarmResponseSchema, create(WarmResponseSchema, { event }))),
         responseDeserialize: () => undefined,
       },
       stream: {
@@ -105,8 +108,11 @@ async function serve(t: TestContext, script: Scripted, options?: ClientOptions):
         script.generateCount += 1;
         answer(take(call) ?? null, "done");
       },
-      warm: (call: Parameters<typeof take>[0], answer: (refusal: Refusal | null, empty?: object) => void) => {
-        answer(take(call) ?? null, {});
+      warm: (call: Parameters<typeof take>[0] & ServerWritableStream<object, WarmEvent>) => {
+        const refusal = take(call);
+        if (refusal) return call.emit("error", refusal);
+        for (const event of script.warmEvents) call.write(event);
+        return call.end();
       },
       stream: (call: Parameters<typeof take>[0] & ServerWritableStream<object, Event>) => {
         script.streamCount += 1;
@@ -147,7 +153,7 @@ async function drain(texts: AsyncIterable<unknown>): Promise<void> {
   for await (const _ of texts);
 }
 
-const request = { prompt: { case: "text", value: "Once upon a time" } } as const;
+const request = { prompt: { form: { case: "text", value: "Once upon a time" } } } as const;
 
 test("Generate is retried while unavailable", async (t) => {
   const script = new Scripted();
@@ -243,20 +249,39 @@ test("every call has a deadline unless told otherwise", async (t) => {
   }
 });
 
-test("orders that may be long have a deadline of their own", async (t) => {
+test("commands that may take minutes have a deadline of their own", async (t) => {
   for (const [options, minutes] of [
     [undefined, 60],
     [{ timeoutMs: 1_800_000 }, 60],
-    [{ orderTimeoutMs: 7_200_000 }, 120],
+    [{ commandTimeoutMs: 7_200_000 }, 120],
     [{ timeoutMs: Infinity }, Infinity],
   ] as const) {
     const script = new Scripted();
     const client = await serve(t, script, options);
-    await client.call(CacheService.method.warm, request);
-    assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), minutes);
-    await client.call(CacheService.method.warm, request, { timeoutMs: 600_000 });
-    assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), 10);
+    for (const onProgress of [undefined, () => undefined]) {
+      await client.cache.warm(request, { onProgress });
+      assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), minutes);
+      await client.cache.warm(request, { onProgress, timeoutMs: 600_000 });
+      assert.equal(Math.round((Number(script.deadline) - Date.now()) / 60_000), 10);
+    }
   }
+});
+
+test("a command reports its progress and returns its result, or says that there was none", async (t) => {
+  const script = new Scripted();
+  const client = await serve(t, script);
+  script.warmEvents = [
+    { case: "progress", value: { processedTokens: 256, promptTokens: 300 } },
+    { case: "progress", value: { processedTokens: 300, promptTokens: 300 } },
+    { case: "done", value: { requestId: "r1" } },
+  ];
+  const steps: number[] = [];
+  const onProgress = ({ processedTokens }: WarmProgress) => steps.push(processedTokens);
+  assert.equal((await client.cache.warm(request, { onProgress })).requestId, "r1");
+  assert.deepEqual(steps, [256, 300]);
+  assert.equal((await client.cache.warm(request)).requestId, "r1");
+  script.warmEvents.pop();
+  await assert.rejects(client.cache.warm(request), /without a result/);
 });
 
 test("the headers go with every call that has a prompt", async (t) => {
@@ -270,7 +295,7 @@ test("the headers go with every call that has a prompt", async (t) => {
   await drain(client.stream(request));
   assert.deepEqual(sent(), wanted);
   script.headers = new Metadata();
-  await client.call(CacheService.method.warm, request);
+  await client.cache.warm(request);
   assert.deepEqual(sent(), wanted);
 });
 

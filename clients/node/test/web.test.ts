@@ -81,7 +81,7 @@ async function serve(t: TestContext, script: Script, options?: ClientOptions): P
   return client;
 }
 
-const request = { prompt: { case: "text", value: "Once upon a time" } } as const;
+const request = { prompt: { form: { case: "text", value: "Once upon a time" } } } as const;
 
 test("calls of both kinds, with their headers and their deadline", async (t) => {
   const script = new Script();

@@ -22,9 +22,9 @@ import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 
 /**
- * The calls of an {@link IcehouseClient} that wait for nothing: {@link IcehouseClient#async}. A failed call completes
- * its future with an {@link IcehouseException}; to cancel the future that a method returned ends the call on the server
- * too. What depends on a future runs in a thread of gRPC's unless an executor is named.
+ * Calls of an {@link IcehouseClient} that do not block: {@link IcehouseClient#async}. A failed call completes its
+ * future with an {@link IcehouseException}. Cancelling a future that a method returned ends the call on the server too.
+ * Stages that depend on a future run in a thread of gRPC unless they name an executor.
  */
 public final class AsyncClient {
   private final Channel channel;
@@ -33,7 +33,7 @@ public final class AsyncClient {
     this.channel = channel;
   }
 
-  /** The whole output. Retried while no server takes it, until the deadline. */
+  /** The whole output. Retried until the deadline while no server is available. */
   public CompletableFuture<GenerateResponse> generate(GenerateRequest request) {
     return call(InferenceServiceGrpc.getGenerateMethod(), request);
   }
@@ -48,12 +48,12 @@ public final class AsyncClient {
     var output = JsonOutput.of(type);
     CompletableFuture<GenerateResponse> answer = generate(output.asked(request));
     CompletableFuture<T> value = answer.thenApply(output::read);
-    // The one that the caller can cancel.
+    // The caller can only cancel this one.
     value.whenComplete((read, failure) -> answer.cancel(false));
     return value;
   }
 
-  /** An output that comes piece by piece, begun by its subscriber. Never retried. */
+  /** An output that arrives in pieces. It begins when a subscriber arrives, and is never retried. */
   public ReplyPublisher stream(GenerateRequest request) {
     return new ReplyPublisher(watch(InferenceServiceGrpc.getStreamMethod(), request), request);
   }
@@ -64,12 +64,12 @@ public final class AsyncClient {
     return new ReplyPublisher(responses, request);
   }
 
-  /** A vector for each input, and what they cost. Retried as generate is. */
+  /** A vector for each input. Retried as generate is. */
   public CompletableFuture<EmbedResponse> embed(EmbedRequest request) {
     return call(EmbeddingServiceGrpc.getEmbedMethod(), request);
   }
 
-  /** The documents in the order in which they answer the query, best first. Retried as generate is. */
+  /** Documents ranked by how well they answer a query, best first. Retried as generate is. */
   public CompletableFuture<RerankResponse> rerank(RerankRequest request) {
     return call(RerankServiceGrpc.getRerankMethod(), request);
   }
@@ -79,12 +79,12 @@ public final class AsyncClient {
     return call(InferenceServiceGrpc.getTokenizeMethod(), request);
   }
 
-  /** Calls any other method with one answer, such as {@code CacheServiceGrpc.getWarmMethod()}. */
+  /** Calls any method that has one answer, such as {@code CacheServiceGrpc.getExplainMethod()}. */
   public <I, O> CompletableFuture<O> call(MethodDescriptor<I, O> method, I request) {
     return call(method, request, CallOptions.DEFAULT);
   }
 
-  /** The answers of any other method with many, begun by their subscriber. */
+  /** The answers of any method that streams them, such as {@code CacheServiceGrpc.getWarmMethod()}. */
   public <I, O> ResponsePublisher<O> watch(MethodDescriptor<I, O> method, I request) {
     return watch(method, request, CallOptions.DEFAULT);
   }

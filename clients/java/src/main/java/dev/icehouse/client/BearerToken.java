@@ -3,7 +3,7 @@ package dev.icehouse.client;
 import java.util.Objects;
 import java.util.function.Supplier;
 
-/** The token of a connection: kept until the server refuses it, and then asked for anew where it has a source. */
+/** The token of a client. It is kept until the server refuses it; then its source, if it has one, is asked again. */
 final class BearerToken {
   private final Supplier<String> source;
   private final boolean isRenewable;
@@ -14,12 +14,12 @@ final class BearerToken {
     this.isRenewable = isRenewable;
   }
 
-  /** A token that is the same for ever. */
+  /** A token that never changes. */
   static BearerToken of(String token) {
     return new BearerToken(() -> token, false);
   }
 
-  /** One that the source has at first, and another one after each refusal. */
+  /** A token from a source, which is asked again after a refusal. */
   static BearerToken from(Supplier<String> source) {
     return new BearerToken(source, true);
   }
@@ -32,7 +32,7 @@ final class BearerToken {
     return known;
   }
 
-  /** Tells that the server refused this token; returns whether there may be another one. */
+  /** Forgets a token that the server refused; returns whether there may be another one. */
   synchronized boolean refused(String token) {
     if (isRenewable && token.equals(known)) {
       known = null;

@@ -2,36 +2,37 @@ package dev.icehouse.client;
 
 import static dev.icehouse.client.IcehouseException.translated;
 
-import com.google.protobuf.Duration;
 import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.CacheServiceGrpc.CacheServiceBlockingStub;
+import dev.icehouse.v1.EvictAllRequest;
 import dev.icehouse.v1.EvictProgress;
 import dev.icehouse.v1.EvictRequest;
-import dev.icehouse.v1.EvictResponse;
-import dev.icehouse.v1.EvictWithProgressResponse;
+import dev.icehouse.v1.EvictResult;
 import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.ExplainResponse;
 import dev.icehouse.v1.PinRequest;
 import dev.icehouse.v1.PinResponse;
-import dev.icehouse.v1.PrefillProgress;
 import dev.icehouse.v1.UnpinRequest;
 import dev.icehouse.v1.UnpinResponse;
 import dev.icehouse.v1.VerifyProgress;
 import dev.icehouse.v1.VerifyRequest;
-import dev.icehouse.v1.VerifyResponse;
-import dev.icehouse.v1.VerifyWithProgressResponse;
+import dev.icehouse.v1.VerifyResult;
+import dev.icehouse.v1.WarmProgress;
 import dev.icehouse.v1.WarmRequest;
-import dev.icehouse.v1.WarmResponse;
-import dev.icehouse.v1.WarmWithProgressResponse;
-import dev.icehouse.v1.WatchStatsRequest;
-import dev.icehouse.v1.WatchStatsResponse;
+import dev.icehouse.v1.WarmResult;
 import io.grpc.Channel;
+import java.util.Iterator;
+import java.util.Optional;
 import java.util.function.Consumer;
+import java.util.function.Function;
+import java.util.function.Supplier;
 
 /**
- * Looks into the prefix cache and gives it orders: {@link IcehouseClient#cache}. Behind a load balancer an order
- * reaches the server that a generate of the same prompt reaches. With a progress consumer an order has no
- * deadline, and what the consumer throws ends it.
+ * Inspects and manages the server's prefix cache: {@link IcehouseClient#cache}. Behind a load balancer, a call reaches
+ * the server that {@link IcehouseClient#generate} with the same prompt reaches.
+ *
+ * <p>Warm, evict, evictAll and verify may take minutes. They return their result at the end, and report their progress
+ * to a consumer if they are given one. If the consumer throws, the command ends with what it threw.
  */
 public final class CacheClient {
   private final CacheServiceBlockingStub cache;
@@ -45,87 +46,92 @@ public final class CacheClient {
     return translated(() -> cache.explain(request));
   }
 
-  /** Computes a prompt and keeps it, without generating. */
-  public WarmResponse warm(WarmRequest request) {
-    return translated(() -> cache.warm(request));
+  /** Computes a prompt and keeps it in the cache, without generating. */
+  public WarmResult warm(WarmRequest request) {
+    return warm(request, progress -> {});
   }
 
-  /** As {@link #warm(WarmRequest)}, and tells how far it is. */
-  public WarmResponse warm(WarmRequest request, Consumer<PrefillProgress> onProgress) {
-    try (var responses = new ResponseStream<>(() -> cache.warmWithProgress(request))) {
-      WarmResponse finished = null;
-      for (WarmWithProgressResponse response : responses) {
-        if (response.hasPrefillProgress()) {
-          onProgress.accept(response.getPrefillProgress());
-        } else if (response.hasFinished()) {
-          finished = response.getFinished();
-        }
-      }
-      return present(finished);
-    }
+  /** As {@link #warm(WarmRequest)}, with a consumer of the progress. */
+  public WarmResult warm(WarmRequest request, Consumer<WarmProgress> onProgress) {
+    return resultOf(
+        () -> cache.warm(request),
+        event -> {
+          if (event.hasProgress()) {
+            onProgress.accept(event.getProgress());
+          }
+          return event.hasDone() ? Optional.of(event.getDone()) : Optional.empty();
+        });
   }
 
-  /** Keeps a prompt's known blocks from being evicted by policy. */
+  /** Protects the cached blocks of a prompt from eviction by policy. */
   public PinResponse pin(PinRequest request) {
     return translated(() -> cache.pin(request));
   }
 
-  /** Takes a prompt's pins off. */
+  /** Removes the protection of {@link #pin}. */
   public UnpinResponse unpin(UnpinRequest request) {
     return translated(() -> cache.unpin(request));
   }
 
-  /** Removes a prompt's known blocks, pinned ones too; with {@code all}, for operators, those of the model. */
-  public EvictResponse evict(EvictRequest request) {
-    return translated(() -> cache.evict(request));
+  /** Removes the cached blocks of a prompt, including pinned ones. What was removed before the call ends is gone. */
+  public EvictResult evict(EvictRequest request) {
+    return evict(request, progress -> {});
   }
 
-  /** As {@link #evict(EvictRequest)}, and tells how far it is; it goes no further once the call ends. */
-  public EvictResponse evict(EvictRequest request, Consumer<EvictProgress> onProgress) {
-    try (var responses = new ResponseStream<>(() -> cache.evictWithProgress(request))) {
-      EvictResponse finished = null;
-      for (EvictWithProgressResponse response : responses) {
-        if (response.hasProgress()) {
-          onProgress.accept(response.getProgress());
-        } else if (response.hasFinished()) {
-          finished = response.getFinished();
-        }
+  /** As {@link #evict(EvictRequest)}, with a consumer of the progress. */
+  public EvictResult evict(EvictRequest request, Consumer<EvictProgress> onProgress) {
+    return resultOf(
+        () -> cache.evict(request),
+        event -> {
+          if (event.hasProgress()) {
+            onProgress.accept(event.getProgress());
+          }
+          return event.hasDone() ? Optional.of(event.getDone()) : Optional.empty();
+        });
+  }
+
+  /** Removes all blocks of a model, of every tenant. Only for operators. */
+  public EvictResult evictAll(EvictAllRequest request) {
+    return evictAll(request, progress -> {});
+  }
+
+  /** As {@link #evictAll(EvictAllRequest)}, with a consumer of the progress. */
+  public EvictResult evictAll(EvictAllRequest request, Consumer<EvictProgress> onProgress) {
+    return resultOf(
+        () -> cache.evictAll(request),
+        event -> {
+          if (event.hasProgress()) {
+            onProgress.accept(event.getProgress());
+          }
+          return event.hasDone() ? Optional.of(event.getDone()) : Optional.empty();
+        });
+  }
+
+  /** Reads blocks on SSD and compares their checksums. Only for operators. */
+  public VerifyResult verify(VerifyRequest request) {
+    return verify(request, progress -> {});
+  }
+
+  /** As {@link #verify(VerifyRequest)}, with a consumer of the progress. */
+  public VerifyResult verify(VerifyRequest request, Consumer<VerifyProgress> onProgress) {
+    return resultOf(
+        () -> cache.verify(request),
+        event -> {
+          if (event.hasProgress()) {
+            onProgress.accept(event.getProgress());
+          }
+          return event.hasDone() ? Optional.of(event.getDone()) : Optional.empty();
+        });
+  }
+
+  /** Returns what {@code read} finds in the last event. It is called with each event, and handles their progress. */
+  private static <E, R> R resultOf(Supplier<Iterator<E>> call, Function<E, Optional<R>> read) {
+    Optional<R> result = Optional.empty();
+    try (var events = new ResponseStream<>(call)) {
+      for (E event : events) {
+        result = read.apply(event);
       }
-      return present(finished);
     }
-  }
-
-  /** Has blocks on SSD read and compared, for operators. */
-  public VerifyResponse verify(VerifyRequest request) {
-    return translated(() -> cache.verify(request));
-  }
-
-  /** As {@link #verify(VerifyRequest)}, and tells how far it is. */
-  public VerifyResponse verify(VerifyRequest request, Consumer<VerifyProgress> onProgress) {
-    try (var responses = new ResponseStream<>(() -> cache.verifyWithProgress(request))) {
-      VerifyResponse finished = null;
-      for (VerifyWithProgressResponse response : responses) {
-        if (response.hasProgress()) {
-          onProgress.accept(response.getProgress());
-        } else if (response.hasFinished()) {
-          finished = response.getFinished();
-        }
-      }
-      return present(finished);
-    }
-  }
-
-  /** Begins to send the server's counters, at once and then at an interval of 0.1 s to 1 h. */
-  public ResponseStream<WatchStatsResponse> watchStats(java.time.Duration interval) {
-    var apart = Duration.newBuilder().setSeconds(interval.getSeconds()).setNanos(interval.getNano());
-    var request = WatchStatsRequest.newBuilder().setInterval(apart).build();
-    return new ResponseStream<>(() -> cache.watchStats(request));
-  }
-
-  private static <T> T present(T finished) {
-    if (finished == null) {
-      throw new IllegalStateException("the server ended the call without its result");
-    }
-    return finished;
+    return result.orElseThrow(() -> new IllegalStateException("the server ended the command without a result"));
   }
 }

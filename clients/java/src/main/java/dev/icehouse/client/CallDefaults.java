@@ -14,23 +14,24 @@ import java.util.Optional;
 import java.util.Set;
 import java.util.concurrent.TimeUnit;
 
-/** Gives every call the token, the prefix key of its request, its retries, and the deadline of its context or a default. */
+/** Gives every call its token, its prefix key, its retries, and the deadline of its context or a default one. */
 final class CallDefaults implements ClientInterceptor {
-  private static final Set<String> ORDERS =
+  private static final Set<String> COMMANDS =
       Set.of(
           CacheServiceGrpc.getWarmMethod().getFullMethodName(),
           CacheServiceGrpc.getEvictMethod().getFullMethodName(),
+          CacheServiceGrpc.getEvictAllMethod().getFullMethodName(),
           CacheServiceGrpc.getVerifyMethod().getFullMethodName());
 
   private final Optional<Duration> timeout;
-  private final Optional<Duration> orderTimeout;
+  private final Optional<Duration> commandTimeout;
   private final Optional<BearerToken> token;
   private final RetryPolicy retries;
 
   CallDefaults(
-      Optional<Duration> timeout, Optional<Duration> orderTimeout, Optional<BearerToken> token, RetryPolicy retries) {
+      Optional<Duration> timeout, Optional<Duration> commandTimeout, Optional<BearerToken> token, RetryPolicy retries) {
     this.timeout = timeout;
-    this.orderTimeout = orderTimeout;
+    this.commandTimeout = commandTimeout;
     this.token = token;
     this.retries = retries;
   }
@@ -52,16 +53,20 @@ final class CallDefaults implements ClientInterceptor {
   }
 
   private CallOptions withDefault(MethodDescriptor<?, ?> method, CallOptions options) {
-    Optional<Duration> limit = ORDERS.contains(method.getFullMethodName()) ? orderTimeout : timeout;
-    if (limit.isEmpty() || options.getDeadline() != null || !isBounded(method)) {
+    if (options.getDeadline() != null) {
       return options;
     }
-    return options.withDeadlineAfter(limit.get().toNanos(), TimeUnit.NANOSECONDS);
+    return timeoutOf(method)
+        .map(limit -> options.withDeadlineAfter(limit.toNanos(), TimeUnit.NANOSECONDS))
+        .orElse(options);
   }
 
-  /** Of the streaming calls Stream alone is: the others have no end, or tell how far they are. */
-  private static boolean isBounded(MethodDescriptor<?, ?> method) {
-    return method.getType().serverSendsOneMessage()
-        || method.getFullMethodName().equals(InferenceServiceGrpc.getStreamMethod().getFullMethodName());
+  private Optional<Duration> timeoutOf(MethodDescriptor<?, ?> method) {
+    if (COMMANDS.contains(method.getFullMethodName())) {
+      return commandTimeout;
+    }
+    // WatchStats has no end.
+    boolean isStream = method.getFullMethodName().equals(InferenceServiceGrpc.getStreamMethod().getFullMethodName());
+    return isStream || method.getType().serverSendsOneMessage() ? timeout : Optional.empty();
   }
 }

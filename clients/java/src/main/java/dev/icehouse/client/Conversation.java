@@ -13,6 +13,8 @@ import dev.icehouse.v1.ContentPart;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.ImagePart;
+import dev.icehouse.v1.Prompt;
+import dev.icehouse.v1.Role;
 import dev.icehouse.v1.Tool;
 import dev.icehouse.v1.ToolCall;
 import java.util.ArrayList;
@@ -21,8 +23,8 @@ import java.util.List;
 import java.util.UUID;
 
 /**
- * The turns so far, each answer with its tokens, reasoning and tool calls, so that each turn starts from the
- * cached blocks of the one before. Not safe for use from several threads.
+ * The turns so far. It keeps each answer's tokens, reasoning and tool calls, so each turn starts from the cached blocks
+ * of the turn before. Not safe for use from several threads.
  */
 public final class Conversation {
   private static final String KIND = "icehouse-conversation";
@@ -32,18 +34,18 @@ public final class Conversation {
   private final String sessionId;
   private List<Tool> tools = List.of();
 
-  /** Begins one without a system prompt. */
+  /** An empty conversation. */
   public Conversation() {
     this(List.of(), UUID.randomUUID().toString().replace("-", ""));
   }
 
-  /** Goes on with these turns, under a name for gateways, logs and traces. */
+  /** A conversation that continues these turns, with a name for logs, traces and gateways. */
   public Conversation(List<ChatMessage> messages, String sessionId) {
     this.messages = new ArrayList<>(messages);
     this.sessionId = sessionId;
   }
 
-  /** Names it to gateways, logs and traces, as the session id of a request. */
+  /** Its name in logs, traces and gateways, as the session id of a request. */
   public String sessionId() {
     return sessionId;
   }
@@ -53,53 +55,54 @@ public final class Conversation {
     return Collections.unmodifiableList(messages);
   }
 
-  /** The turns as a request takes them. */
-  public ChatPrompt prompt() {
-    return ChatPrompt.newBuilder().addAllMessages(messages).build();
+  /** The turns and the tools, for the prompt of any request. */
+  public Prompt prompt() {
+    var chat = ChatPrompt.newBuilder().addAllMessages(messages);
+    return Prompt.newBuilder().setChat(chat).addAllTools(tools).build();
   }
 
-  /** A request for the next answer, with the turns, the tools and the session id. */
+  /** A request for the next answer, with the prompt and the session id. */
   public GenerateRequest.Builder request() {
-    return GenerateRequest.newBuilder().setChat(prompt()).addAllTools(tools).setSessionId(sessionId);
+    return GenerateRequest.newBuilder().setPrompt(prompt()).setSessionId(sessionId);
   }
 
-  /** What the model may ask for. */
+  /** The tools that the model may call. */
   public List<Tool> tools() {
     return tools;
   }
 
   /**
-   * Exchanges what the model may ask for. Tools stand before the turns, so other ones mean that nothing is reused. They
-   * are not kept by {@link #toJson}.
+   * Replaces the tools that the model may call. They come before the turns in the prompt, so nothing is reused after a
+   * change. {@link #toJson} does not keep them.
    */
   public Conversation setTools(Tool... tools) {
     this.tools = List.of(tools);
     return this;
   }
 
-  /** The system prompt, empty for none. */
+  /** The system prompt; empty for none. */
   public String system() {
     return hasSystem() ? messages.get(0).getContent() : "";
   }
 
-  /** Exchanges the system prompt, empty for none; nothing behind it is reused. */
+  /** Replaces the system prompt; empty for none. Nothing is reused after a change. */
   public Conversation setSystem(String text) {
     if (hasSystem()) {
       messages.remove(0);
     }
     if (!text.isEmpty()) {
-      messages.add(0, turn("system", text).build());
+      messages.add(0, turn(Role.ROLE_SYSTEM, text).build());
     }
     return this;
   }
 
-  /** Adds the user's turn; images, such as {@link Images} makes, stand before its text. */
+  /** Adds a turn of the user. Images come before the text; {@link Images} makes them. */
   public Conversation say(String text, ImagePart... images) {
     if (images.length == 0) {
-      messages.add(turn("user", text).build());
+      messages.add(turn(Role.ROLE_USER, text).build());
       return this;
     }
-    var turn = turn("user", "");
+    var turn = turn(Role.ROLE_USER, "");
     for (ImagePart image : images) {
       turn.addParts(ContentPart.newBuilder().setImage(image));
     }
@@ -110,33 +113,33 @@ public final class Conversation {
     return this;
   }
 
-  /** Adds the assistant's turn, an answer as it came. */
+  /** Adds an answer as a turn of the assistant. */
   public Conversation add(GenerateResponse answer) {
     return add(answer.getText(), answer.getReasoning(), answer.getToolCallsList(), answer.getTokenIdsList());
   }
 
-  /** As {@link #add(GenerateResponse)}, of a stream. */
+  /** As {@link #add(GenerateResponse)}, for a stream. */
   public Conversation add(Reply answer) {
     return add(answer.text(), answer.reasoning(), answer.toolCalls(), answer.tokenIds());
   }
 
-  /** Adds the result of a call that the assistant asked for. */
+  /** Adds the result of a tool call. */
   public Conversation answer(ToolCall call, String content) {
-    messages.add(turn("tool", content).setName(call.getName()).setToolCallId(call.getId()).build());
+    messages.add(turn(Role.ROLE_TOOL, content).setName(call.getName()).setToolCallId(call.getId()).build());
     return this;
   }
 
-  /** Takes back the last turn of the user and all that came after it; nothing where there is none. */
+  /** Removes the last turn of the user and everything after it. Does nothing without such a turn. */
   public void undo() {
     for (int index = messages.size() - 1; index >= 0; index--) {
-      if (messages.get(index).getRole().equals("user")) {
+      if (messages.get(index).getRole() == Role.ROLE_USER) {
         messages.subList(index, messages.size()).clear();
         return;
       }
     }
   }
 
-  /** Returns it as text, to be kept; clients of every language read it. */
+  /** Returns it as JSON. The clients of all languages read it. */
   public String toJson() {
     var listed = new JsonArray();
     for (ChatMessage message : messages) {
@@ -151,15 +154,15 @@ public final class Conversation {
   }
 
   /**
-   * Returns the conversation in a text that was kept, or in a plain list of {"role", "content"}; throws
-   * IllegalArgumentException.
+   * Reads what {@link #toJson} wrote, or a plain list of {"role", "content"}. Throws IllegalArgumentException for
+   * anything else.
    */
   public static Conversation fromJson(String text) {
     JsonElement facts;
     try {
       facts = JsonParser.parseString(text);
     } catch (JsonParseException error) {
-      throw new IllegalArgumentException("no conversation: " + error.getMessage(), error);
+      throw new IllegalArgumentException("not a conversation: " + error.getMessage(), error);
     }
     if (facts.isJsonArray()) {
       return new Conversation(messagesOf(facts), new Conversation().sessionId);
@@ -168,7 +171,7 @@ public final class Conversation {
     JsonElement kind = kept.get("kind");
     JsonElement version = kept.get("version");
     if (!String.valueOf(kind).equals("\"" + KIND + "\"") || !String.valueOf(version).equals("" + VERSION)) {
-      throw new IllegalArgumentException("no conversation: it is of kind " + kind + ", version " + version);
+      throw new IllegalArgumentException("not a conversation: kind " + kind + ", version " + version);
     }
     JsonElement named = kept.get("session_id");
     boolean isNamed = named != null && named.isJsonPrimitive() && !named.getAsString().isEmpty();
@@ -177,26 +180,27 @@ public final class Conversation {
   }
 
   private Conversation add(String text, String reasoning, List<ToolCall> toolCalls, List<Integer> tokenIds) {
-    ChatMessage.Builder turn = turn("assistant", text).setReasoning(reasoning);
+    ChatMessage.Builder turn = turn(Role.ROLE_ASSISTANT, text).setReasoning(reasoning);
     messages.add(turn.addAllToolCalls(toolCalls).addAllTokenIds(tokenIds).build());
     return this;
   }
 
   private boolean hasSystem() {
-    return !messages.isEmpty() && messages.get(0).getRole().equals("system");
+    return !messages.isEmpty() && messages.get(0).getRole() == Role.ROLE_SYSTEM;
   }
 
-  private static ChatMessage.Builder turn(String role, String text) {
+  private static ChatMessage.Builder turn(Role role, String text) {
     return ChatMessage.newBuilder().setRole(role).setContent(text);
   }
 
+  /** A turn as it is kept: its role by name, and its content even if it is empty. */
   private static JsonObject facts(ChatMessage message) {
     try {
       String text = JsonFormat.printer().preservingProtoFieldNames().print(message);
       JsonObject facts = JsonParser.parseString(text).getAsJsonObject();
-      if (!facts.has("content")) {
-        facts.addProperty("content", "");
-      }
+      facts.addProperty("role", Roles.nameOf(message));
+      facts.remove("role_name");
+      facts.addProperty("content", message.getContent());
       return facts;
     } catch (InvalidProtocolBufferException error) {
       throw new AssertionError("a message of known fields can be written", error);
@@ -205,22 +209,37 @@ public final class Conversation {
 
   private static List<ChatMessage> messagesOf(JsonElement facts) {
     if (facts == null || !facts.isJsonArray()) {
-      throw new IllegalArgumentException("no conversation: there is no list of messages");
+      throw new IllegalArgumentException("not a conversation: there is no list of messages");
     }
     var messages = new ArrayList<ChatMessage>();
     for (JsonElement each : facts.getAsJsonArray()) {
-      String place = "no conversation: messages[" + messages.size() + "]";
+      String place = "not a conversation: messages[" + messages.size() + "]";
       var message = ChatMessage.newBuilder();
       try {
-        JsonFormat.parser().merge(each.toString(), message);
+        JsonFormat.parser().merge(withRole(each).toString(), message);
       } catch (InvalidProtocolBufferException error) {
         throw new IllegalArgumentException(place + ": " + error.getMessage(), error);
       }
-      if (message.getRole().isEmpty()) {
+      if (Roles.nameOf(message.build()).isEmpty()) {
         throw new IllegalArgumentException(place + " has no role");
       }
       messages.add(message.build());
     }
     return messages;
+  }
+
+  /** A turn with its role as the API has it: "user" is the user's, any other name the template's own. */
+  private static JsonElement withRole(JsonElement facts) {
+    JsonElement role = facts.isJsonObject() ? facts.getAsJsonObject().get("role") : null;
+    if (role == null || !role.isJsonPrimitive() || role.getAsString().startsWith("ROLE_")) {
+      return facts;
+    }
+    String name = role.getAsString();
+    JsonObject changed = facts.deepCopy().getAsJsonObject();
+    changed.remove("role");
+    Roles.of(name)
+        .ifPresentOrElse(
+            known -> changed.addProperty("role", known.name()), () -> changed.addProperty("role_name", name));
+    return changed;
   }
 }

@@ -2,6 +2,7 @@ package dev.icehouse.client;
 
 import static dev.icehouse.client.IcehouseException.translated;
 
+import com.google.protobuf.util.Durations;
 import dev.icehouse.v1.CacheStatsRequest;
 import dev.icehouse.v1.CacheStatsResponse;
 import dev.icehouse.v1.CancelRequestRequest;
@@ -12,6 +13,7 @@ import dev.icehouse.v1.EmbeddingServiceGrpc;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.GetServerRequest;
+import dev.icehouse.v1.GetStatsRequest;
 import dev.icehouse.v1.InferenceServiceGrpc;
 import dev.icehouse.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
 import dev.icehouse.v1.ListModelsRequest;
@@ -26,8 +28,11 @@ import dev.icehouse.v1.RerankServiceGrpc;
 import dev.icehouse.v1.Server;
 import dev.icehouse.v1.ServerServiceGrpc;
 import dev.icehouse.v1.ServerServiceGrpc.ServerServiceBlockingStub;
+import dev.icehouse.v1.ServerStats;
 import dev.icehouse.v1.TokenizeRequest;
 import dev.icehouse.v1.TokenizeResponse;
+import dev.icehouse.v1.WatchStatsRequest;
+import dev.icehouse.v1.WatchStatsResponse;
 import io.grpc.Channel;
 import io.grpc.ChannelCredentials;
 import io.grpc.ClientInterceptor;
@@ -47,15 +52,15 @@ import java.util.concurrent.TimeUnit;
 import java.util.function.Supplier;
 
 /**
- * A connection to one server, or to all that a name resolves to. Safe for use from several threads. Every
- * method throws {@link IcehouseException}.
+ * A client of one server, or of all servers that a name resolves to. Safe for use from several threads. Every method
+ * throws {@link IcehouseException}.
  */
 public final class IcehouseClient implements AutoCloseable {
-  /** The deadline of a call that names none. */
+  /** The default deadline of calls. */
   public static final Duration DEFAULT_TIMEOUT = Duration.ofSeconds(120);
 
-  /** The deadline of Warm, Evict and Verify that name none: a long prompt or a large disk takes its time. */
-  public static final Duration DEFAULT_ORDER_TIMEOUT = Duration.ofHours(1);
+  /** The default deadline of warm, evict, evictAll and verify: a long prompt or a large disk takes its time. */
+  public static final Duration DEFAULT_COMMAND_TIMEOUT = Duration.ofHours(1);
 
   private static final Duration CLOSE_TIMEOUT = Duration.ofSeconds(5);
 
@@ -67,26 +72,26 @@ public final class IcehouseClient implements AutoCloseable {
     this.channel = channel;
   }
 
-  /** Returns a client of a server without TLS: "host:port", "unix:/path" or any other gRPC target. */
+  /** Returns a client without TLS. An address is "host:port", "unix:/path" or any other gRPC target. */
   public static IcehouseClient connect(String address) {
     return to(address).build();
   }
 
-  /** Returns a builder of a client; the first call connects. */
+  /** Returns a builder of a client, which connects with its first call. */
   public static Builder to(String address) {
     return new Builder(address);
   }
 
   /**
-   * Returns a client over the same connection whose calls carry this too; an "authorization" in it goes in place of
-   * the token. To close either client closes both.
+   * Returns a client over the same connection whose calls carry this too; an "authorization" in it replaces the token.
+   * Closing either client closes both.
    */
   public IcehouseClient withMetadata(Metadata metadata) {
     var attached = MetadataUtils.newAttachHeadersInterceptor(metadata);
     return new IcehouseClient(connection, ClientInterceptors.intercept(channel, attached));
   }
 
-  /** Returns the whole output. Retried while no server takes it, until the deadline. */
+  /** Returns the whole output. Retried until the deadline while no server is available. */
   public GenerateResponse generate(GenerateRequest request) {
     return generate(request, Optional.empty());
   }
@@ -100,7 +105,7 @@ public final class IcehouseClient implements AutoCloseable {
     return translated(() -> inference(timeout).generate(request));
   }
 
-  /** Begins an output that comes piece by piece; a refusal is thrown by its iteration. Never retried. */
+  /** Begins an output that arrives in pieces. Its iteration throws if the call fails; it is never retried. */
   public TextStream stream(GenerateRequest request) {
     return new TextStream(inference(Optional.empty()), request);
   }
@@ -111,30 +116,30 @@ public final class IcehouseClient implements AutoCloseable {
   }
 
   /**
-   * Returns the output read into a record, whose schema it is held to unless the request has a format of its own; see
-   * {@link JsonOutput}. Throws IllegalStateException for an output that a limit cut.
+   * Returns an output in JSON as a record; see {@link JsonOutput}. The output is constrained to the request's format,
+   * or else to the JSON schema of the record. Throws IllegalStateException if a limit cut the output.
    */
   public <T> T generateJson(GenerateRequest request, Class<T> type) {
     var output = JsonOutput.of(type);
     return output.read(generate(output.asked(request)));
   }
 
-  /** The same connection for those who do not wait: futures, and publishers of streams. */
+  /** Calls over the same connection that do not block: they return futures and publishers. */
   public AsyncClient async() {
     return new AsyncClient(channel);
   }
 
-  /** The server's prefix cache: warm, explain, pin, unpin, evict, verify, watchStats. */
+  /** The server's prefix cache: explain, warm, pin, unpin, evict, evictAll, verify. */
   public CacheClient cache() {
     return new CacheClient(channel);
   }
 
-  /** Returns a vector for each input, and what they cost. Retried as generate is. */
+  /** Returns a vector for each input. Retried as generate is. */
   public EmbedResponse embed(EmbedRequest request) {
     return translated(() -> EmbeddingServiceGrpc.newBlockingStub(channel).embed(request));
   }
 
-  /** Returns the documents in the order in which they answer the query, best first. Retried as generate is. */
+  /** Ranks documents by how well they answer a query, best first. Retried as generate is. */
   public RerankResponse rerank(RerankRequest request) {
     return translated(() -> RerankServiceGrpc.newBlockingStub(channel).rerank(request));
   }
@@ -156,17 +161,28 @@ public final class IcehouseClient implements AutoCloseable {
     return translated(() -> ModelServiceGrpc.newBlockingStub(channel).listModels(request)).getModelsList();
   }
 
-  /** Returns the server's counters. */
+  /** Returns the counters of the prefix cache. Only for operators if callers authenticate. */
   public CacheStatsResponse cacheStats() {
     return translated(() -> inference(Optional.empty()).cacheStats(CacheStatsRequest.getDefaultInstance()));
   }
 
-  /** Returns the server's version, state, features and limits. */
+  /** Returns the counters of the engine, the cache and the tenants. */
+  public ServerStats getStats() {
+    return translated(() -> server().getStats(GetStatsRequest.getDefaultInstance())).getStats();
+  }
+
+  /** Begins to send the counters of {@link #getStats}, at once and then at an interval of 0.1 s to 1 h. */
+  public ResponseStream<WatchStatsResponse> watchStats(Duration interval) {
+    var request = WatchStatsRequest.newBuilder().setInterval(Durations.fromNanos(interval.toNanos())).build();
+    return new ResponseStream<>(() -> server().watchStats(request));
+  }
+
+  /** Returns the server's version, state, features and limits. Answers while the model loads, too. */
   public Server getServer() {
     return translated(() -> server().getServer(GetServerRequest.getDefaultInstance())).getServer();
   }
 
-  /** Returns the requests that wait or run, the oldest first: an operator's sees those of all tenants. */
+  /** Returns the requests that wait or run, oldest first. Operators get those of all tenants. */
   public List<RequestInfo> listRequests() {
     var found = new ArrayList<RequestInfo>();
     var request = ListRequestsRequest.newBuilder().setPageSize(1000);
@@ -178,15 +194,15 @@ public final class IcehouseClient implements AutoCloseable {
     return found;
   }
 
-  /** Ends a request, another caller's too for operators; returns what it was. */
+  /** Cancels a request and returns it as it was. Operators may cancel those of all tenants. */
   public RequestInfo cancelRequest(String requestId) {
     var request = CancelRequestRequest.newBuilder().setRequestId(requestId).build();
     return translated(() -> server().cancelRequest(request)).getRequest();
   }
 
   /**
-   * Ends a request of a tenant, for operators: several tenants may have requests of one id, and one of them must then
-   * be named; "" is the default tenant.
+   * As {@link #cancelRequest(String)}, for operators if several tenants have a request with this id; "" is the default
+   * tenant.
    */
   public RequestInfo cancelRequest(String requestId, String tenant) {
     var request = CancelRequestRequest.newBuilder().setRequestId(requestId).setTenant(tenant).build();
@@ -194,22 +210,22 @@ public final class IcehouseClient implements AutoCloseable {
   }
 
   /**
-   * Returns once the server takes requests: it listens, be it yet to start, and its model is loaded. Throws
-   * DEADLINE_EXCEEDED when late, with what came last in the message.
+   * Waits until the server accepts requests: it may still have to start and to load its model. If that takes too long,
+   * throws DEADLINE_EXCEEDED, whose message says what the server answered last.
    */
   public Server waitReady(Duration timeout) {
     return Readiness.await(server(), timeout);
   }
 
   /**
-   * The connection, for the generated stubs of all services: they get the deadline, the token and the
-   * prefix key, and what they throw can be given to {@link IcehouseException}.
+   * The connection, for the generated stubs of all services. Their calls get the deadline, the token and the prefix
+   * key, and {@link IcehouseException} reads what they throw.
    */
   public Channel channel() {
     return channel;
   }
 
-  /** Ends the connection and what runs on it. */
+  /** Closes the connection and ends its calls. */
   @Override
   public void close() {
     connection.shutdownNow();
@@ -229,14 +245,14 @@ public final class IcehouseClient implements AutoCloseable {
     return timeout.map(limit -> stub.withDeadlineAfter(limit.toNanos(), TimeUnit.NANOSECONDS)).orElse(stub);
   }
 
-  /** What there is to say about a connection. */
+  /** Options of a client. */
   public static final class Builder {
     private final String address;
     private ChannelCredentials credentials = InsecureChannelCredentials.create();
     private Optional<String> serverName = Optional.empty();
     private Optional<BearerToken> token = Optional.empty();
     private Optional<Duration> timeout = Optional.of(DEFAULT_TIMEOUT);
-    private Optional<Duration> orderTimeout = Optional.of(DEFAULT_ORDER_TIMEOUT);
+    private Optional<Duration> commandTimeout = Optional.of(DEFAULT_COMMAND_TIMEOUT);
     private int retryLimit;
     private final List<ClientInterceptor> interceptors = new ArrayList<>();
     private final Map<String, Object> serviceConfig = ServiceConfig.published();
@@ -249,74 +265,73 @@ public final class IcehouseClient implements AutoCloseable {
       this.address = address;
     }
 
-    /** Secures the connection, such as with {@link io.grpc.TlsChannelCredentials}. */
+    /** Secures the connection, for example with {@link io.grpc.TlsChannelCredentials}. */
     public Builder credentials(ChannelCredentials credentials) {
       this.credentials = credentials;
       return this;
     }
 
-    /** Expects this name in the server's certificate instead of the address. */
+    /** Sets the name in the server's certificate, if it is not the host of the address. */
     public Builder serverName(String serverName) {
       this.serverName = Optional.of(serverName);
       return this;
     }
 
-    /** Sends a bearer token with every call. Without TLS whoever is on the way can read it. */
+    /** Sends a bearer token with every call. Use TLS, or others on the network can read it. */
     public Builder token(String token) {
       this.token = Optional.of(BearerToken.of(token));
       return this;
     }
 
     /**
-     * Sends the token that the source returns. It is kept until the server refuses it (UNAUTHENTICATED); then the
-     * source is asked anew, and the refused call, of which nothing has run, is made again, once. One call at a time
-     * asks it.
+     * Sends the token that the source returns. The source is called once, and again when the server refuses the token;
+     * the refused call, of which nothing has run, is then sent once more. One call at a time asks the source.
      */
     public Builder tokenSource(Supplier<String> source) {
       this.token = Optional.of(BearerToken.from(source));
       return this;
     }
 
-    /** Adds gRPC's own interceptors, such as those of tracing; each sees every attempt of a call. */
+    /** Adds interceptors of gRPC, for example for tracing. They see every attempt of a call. */
     public Builder intercept(ClientInterceptor... interceptors) {
       this.interceptors.addAll(List.of(interceptors));
       return this;
     }
 
-    /** Sets the deadline of calls that name none, in place of {@link #DEFAULT_TIMEOUT}. */
+    /** Sets the deadline of calls that set none. Default: {@link #DEFAULT_TIMEOUT}. */
     public Builder timeout(Duration timeout) {
       this.timeout = Optional.of(timeout);
       return this;
     }
 
-    /** Sets that of Warm, Evict and Verify, in place of {@link #DEFAULT_ORDER_TIMEOUT}. */
-    public Builder orderTimeout(Duration timeout) {
-      this.orderTimeout = Optional.of(timeout);
+    /** The same for warm, evict, evictAll and verify. Default: {@link #DEFAULT_COMMAND_TIMEOUT}. */
+    public Builder commandTimeout(Duration timeout) {
+      this.commandTimeout = Optional.of(timeout);
       return this;
     }
 
-    /** Lets calls that name no deadline have none, Warm, Evict and Verify too. */
+    /** Gives no deadline to calls that set none, including warm, evict, evictAll and verify. */
     public Builder withoutTimeout() {
       this.timeout = Optional.empty();
-      this.orderTimeout = Optional.empty();
+      this.commandTimeout = Optional.empty();
       return this;
     }
 
     /**
-     * Sends generate, embed and rerank again, at most so often, where the server refuses them for now and says when
-     * to come back ({@link IcehouseException#retryAfter}), but never past their deadline. Without it they throw.
+     * Sends generate, embed and rerank again, at most so many times, when the server refuses them for now and says when
+     * to try again ({@link IcehouseException#retryAfter}). They are never sent again after their deadline. Default: 0.
      */
     public Builder retryLimit(int count) {
       if (count < 0) {
-        throw new IllegalArgumentException("the retry limit is " + count + ", and must be at least 0");
+        throw new IllegalArgumentException("the retry limit is " + count + "; it must be at least 0");
       }
       this.retryLimit = count;
       return this;
     }
 
     /**
-     * Uses servers whatever their health says: for those that answer health checks only to callers with
-     * credentials, which gRPC does not send with them.
+     * Uses servers without checking their health. For servers that require credentials for health checks, because gRPC
+     * sends none with them.
      */
     public Builder withoutHealthChecks() {
       serviceConfig.remove("healthCheckConfig");
@@ -328,14 +343,14 @@ public final class IcehouseClient implements AutoCloseable {
       ManagedChannelBuilder<?> channel =
           Grpc.newChannelBuilder(address, credentials)
               .defaultServiceConfig(serviceConfig)
-              // A prompt's tokens or a long output may pass gRPC's 4 MB.
+              // The tokens of a prompt or a long output may exceed gRPC's default of 4 MB.
               .maxInboundMessageSize(Integer.MAX_VALUE)
               .intercept(interceptors);
       if (LocalTarget.isLocal(address)) {
         channel.proxyDetector(server -> null);
       }
       serverName.ifPresent(channel::overrideAuthority);
-      var defaults = new CallDefaults(timeout, orderTimeout, token, new RetryPolicy(retryLimit));
+      var defaults = new CallDefaults(timeout, commandTimeout, token, new RetryPolicy(retryLimit));
       ManagedChannel connection = channel.build();
       return new IcehouseClient(connection, ClientInterceptors.intercept(connection, defaults));
     }

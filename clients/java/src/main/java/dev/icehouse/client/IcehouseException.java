@@ -15,7 +15,7 @@ import java.util.Map;
 import java.util.Optional;
 import java.util.function.Supplier;
 
-/** What every failed call throws: the server's status with its details unpacked. */
+/** Thrown by every failed call: the server's status with its details. */
 public final class IcehouseException extends RuntimeException {
   private static final long serialVersionUID = 1L;
 
@@ -25,7 +25,7 @@ public final class IcehouseException extends RuntimeException {
   private final String field;
   private final Duration retryAfter;
 
-  /** Unpacks the failure of a call; for those that were made with stubs over {@link IcehouseClient#channel}. */
+  /** Reads the failure of a call, for calls with stubs over {@link IcehouseClient#channel}. */
   public IcehouseException(StatusRuntimeException failure) {
     super(failure.getMessage(), failure);
     List<Any> details = StatusProto.fromThrowable(failure).getDetailsList();
@@ -52,29 +52,29 @@ public final class IcehouseException extends RuntimeException {
   }
 
   /**
-   * Stable and machine readable: "QUEUE_FULL", "PROMPT_TOO_LONG" and so on. Where the status came from the
-   * network and not from the server it is the code's name, such as "UNAVAILABLE".
+   * A value of {@link dev.icehouse.v1.ErrorReason} without its prefix, such as "QUEUE_FULL". If the status came from
+   * the network and not from the server, the name of the code, such as "UNAVAILABLE".
    */
   public String reason() {
     return reason;
   }
 
-  /** The numbers of the message. */
+  /** The values in the message, by name. */
   public Map<String, String> metadata() {
     return metadata;
   }
 
-  /** The request field at fault, in the protos' spelling. */
+  /** The field at fault, as the protos spell it, such as "prompt.text". Empty if no field is. */
   public Optional<String> field() {
     return Optional.ofNullable(field);
   }
 
-  /** When trying again makes sense; empty when the server named no delay. */
+  /** When it makes sense to try again. Empty if the server did not say. */
   public Optional<Duration> retryAfter() {
     return Optional.ofNullable(retryAfter);
   }
 
-  /** Returns what the call returns, and throws what it throws as this. */
+  /** Returns what the call returns, and throws its failure as this exception. */
   static <T> T translated(Supplier<T> call) {
     try {
       return call.get();
@@ -89,7 +89,7 @@ public final class IcehouseException extends RuntimeException {
         try {
           return Optional.of(detail.unpack(type));
         } catch (InvalidProtocolBufferException error) {
-          throw new IllegalStateException("the server sent a " + type.getSimpleName() + " that is none", error);
+          throw new IllegalStateException("the server sent a malformed " + type.getSimpleName(), error);
         }
       }
     }

@@ -18,10 +18,10 @@ import java.util.Map;
 import java.util.Set;
 
 /**
- * An output in JSON that is read into a record: {@link #format} has the model keep to the record's schema.
+ * Outputs in JSON that are read into a record: {@link #format} constrains the output to the schema of the record.
  *
- * <p>A component is a String, a boolean, a number, an enum, another record, a List, a Set or an array of these, or a Map
- * from String to one of them; each is required, and there is nothing else.
+ * <p>A component of the record is a String, a boolean, a number, an enum, another record, a List, a Set or an array of
+ * these, or a Map from String to one of them. All components are required; others do not occur.
  *
  * @param <T> the record
  */
@@ -40,30 +40,31 @@ public final class JsonOutput<T> {
     this.type = type;
   }
 
-  /** Returns what asks for outputs of a type and reads them. */
+  /** Returns the format and the reader of a record. */
   public static <T> JsonOutput<T> of(Class<T> type) {
     return new JsonOutput<>(type);
   }
 
-  /** Returns the JSON schema of the record; throws IllegalArgumentException for a type that has none here. */
+  /** Returns the JSON schema of the record; throws IllegalArgumentException for a component of another type. */
   public String schema() {
     return schemaOf(type).toString();
   }
 
-  /** Returns the form that holds an output to the schema. */
+  /** Returns the format that constrains an output to the schema. */
   public ResponseFormat format() {
     return ResponseFormat.newBuilder().setJsonSchema(schema()).build();
   }
 
-  /** Returns the value of an output; throws IllegalStateException for one that a limit cut. */
+  /** Returns the value of an output. Throws IllegalStateException if a limit cut it. */
   public T read(GenerateResponse response) {
     if (response.getFinishReason() != FinishReason.FINISH_REASON_STOP_TOKEN) {
-      throw new IllegalStateException("the output ended with " + response.getFinishReason() + " before it was complete");
+      throw new IllegalStateException(
+          "the output ended with " + response.getFinishReason() + " before it was complete");
     }
     return GSON.fromJson(response.getText(), type);
   }
 
-  /** Returns a request for such an output; a format of its own is left alone. */
+  /** Returns the request with this format, unless it has one of its own. */
   GenerateRequest asked(GenerateRequest request) {
     return request.hasResponseFormat() ? request : request.toBuilder().setResponseFormat(format()).build();
   }
@@ -82,7 +83,7 @@ public final class JsonOutput<T> {
     if (type instanceof Class<?> plain) {
       return schemaOf(plain);
     }
-    throw new IllegalArgumentException(type.getTypeName() + " has no JSON schema here; give the request a format");
+    throw unreadable(type);
   }
 
   private static JsonObject schemaOf(Class<?> type) {
@@ -105,7 +106,12 @@ public final class JsonOutput<T> {
     } else if (type.isRecord()) {
       return recordOf(type);
     }
-    throw new IllegalArgumentException(type.getTypeName() + " has no JSON schema here; give the request a format");
+    throw unreadable(type);
+  }
+
+  private static IllegalArgumentException unreadable(Type type) {
+    String name = type.getTypeName();
+    return new IllegalArgumentException(name + " cannot be read from JSON here; give the request a response format");
   }
 
   private static JsonObject recordOf(Class<?> type) {

@@ -9,14 +9,14 @@ import java.util.Locale;
 import java.util.regex.Pattern;
 
 /**
- * Whether all that a gRPC target names is this machine, by its looks: no name is resolved. A proxy elsewhere would
- * look for the server on its own machine.
+ * Whether a gRPC target names only this machine; no name is resolved. A proxy on another machine would look for the
+ * server on its own.
  */
 final class LocalTarget {
   private static final Pattern SOCKET_SCHEME =
       Pattern.compile("^(unix|unix-abstract|vsock):", Pattern.CASE_INSENSITIVE);
 
-  /** What stands before the addresses of a target that names its scheme. */
+  /** The part of a target before its addresses. */
   private static final Pattern SCHEME =
       Pattern.compile("^(dns|ipv4|ipv6|passthrough):(//[^/]*/)?", Pattern.CASE_INSENSITIVE);
 

@@ -9,11 +9,11 @@ import java.util.List;
  * One complete output of a stream.
  *
  * @param text the output's text
- * @param reasoning what the model thought before it spoke
+ * @param reasoning the model's reasoning before its answer
  * @param tokenIds the tokens that were generated
- * @param toolCalls the calls that the model made, put together from their pieces
- * @param malformedToolCalls parts of the text that began as calls and cannot be read as such
- * @param finished the reason of the end and the usage
+ * @param toolCalls the calls that the model made
+ * @param malformedToolCalls parts of the text that began as tool calls and cannot be parsed
+ * @param finished why the output ended, and what it cost
  */
 public record Output(
     String text,

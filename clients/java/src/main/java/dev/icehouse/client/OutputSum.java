@@ -40,6 +40,7 @@ final class OutputSum {
         toolCalls.computeIfAbsent(
             piece.getIndex(), index -> ToolCall.newBuilder().setId(piece.getId()).setName(piece.getName()));
     call.setArgumentsJson(call.getArgumentsJson() + piece.getArgumentsJson());
+    call.setRepaired(call.getRepaired() || piece.getRepaired());
   }
 
   void finish(Finished finished) {

@@ -8,10 +8,10 @@ import dev.icehouse.v1.ContentPart;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.GenerateRequest;
-import dev.icehouse.v1.InfillPrompt;
 import dev.icehouse.v1.PinRequest;
+import dev.icehouse.v1.Prompt;
 import dev.icehouse.v1.RerankRequest;
-import dev.icehouse.v1.TokenPrompt;
+import dev.icehouse.v1.Role;
 import dev.icehouse.v1.Tool;
 import dev.icehouse.v1.UnpinRequest;
 import dev.icehouse.v1.WarmRequest;
@@ -28,25 +28,30 @@ import java.util.Optional;
 import java.util.Set;
 
 /**
- * The key by which a load balancer sends prompts with one beginning to one server.
+ * The key by which a load balancer sends prompts with the same beginning to the same server.
  *
- * <p>Every client library makes it the same way: the first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖
- * 0x00 ‖ variant ‖ beginning). The kind is "text", "tokens", "chat", "infill" or, for Rerank, "query". The
- * beginning is the first 1024 bytes of the text, the query or the infill's prefix in UTF-8; the first 256 token ids, each as four bytes,
- * little-endian; or of a conversation each message up to and with the first of role "user", as role ‖ 0x00 ‖
- * content ‖ 0x00 with the texts of parts joined to the content, cut after 4096 bytes. The variant is what else
- * makes KV another: empty without an adapter and tools, otherwise adapter ‖ 0x00 and of each tool name ‖ 0x00
- * ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
+ * <p>Every client library computes it in the same way: the first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖
+ * variant ‖ beginning). The kind is "text", "tokens", "chat" or "infill", and "query" for Rerank. The beginning is
+ *
+ * <ul>
+ *   <li>the first 1024 bytes, in UTF-8, of the text, the query or the infill's prefix;
+ *   <li>the first 256 token ids, each as four bytes, little-endian;
+ *   <li>of a conversation, the messages up to and including the first one of the user, each as role ‖ 0x00 ‖ content ‖
+ *       0x00, cut after 4096 bytes. The role is its name, such as "user"; the texts of parts are appended to the
+ *       content.
+ * </ul>
+ *
+ * <p>The variant is empty without an adapter and tools; otherwise it is adapter ‖ 0x00, followed for each tool by name
+ * ‖ 0x00 ‖ description ‖ 0x00 ‖ parameters_json ‖ 0x00.
  */
 public final class PrefixKey {
-  /** The header that carries the key with every call whose cache it concerns. */
+  /** The header that carries the key with every call that uses the prefix cache. */
   public static final String HEADER = "icehouse-prefix-key";
 
   private static final int TEXT_BYTES = 1024;
   private static final int TOKEN_COUNT = 256;
   private static final int CHAT_BYTES = 4096;
 
-  private static final List<String> KINDS = List.of("text", "chat", "tokens", "infill");
   private static final Set<Descriptor> PROMPTED =
       Set.of(
           GenerateRequest.getDescriptor(),
@@ -59,8 +64,8 @@ public final class PrefixKey {
   private PrefixKey() {}
 
   /**
-   * Returns the request's key: 16 hex digits, equal for prompts that begin alike. Empty for messages without a
-   * prompt that is cached; those with one are of Generate, Stream, Warm, Explain, Pin, Unpin, Evict and Rerank.
+   * Returns the request's key, 16 hex digits. Empty for a request without a prompt that can be cached; Generate,
+   * Stream, Explain, Warm, Pin, Unpin, Evict and Rerank have one.
    */
   public static Optional<String> of(Message request) {
     if (request instanceof RerankRequest rerank) {
@@ -72,13 +77,15 @@ public final class PrefixKey {
       return Optional.empty();
     }
     String model = (String) request.getField(type.findFieldByName("model"));
-    String adapter = (String) request.getField(type.findFieldByName("adapter"));
-    List<?> tools = (List<?>) request.getField(type.findFieldByName("tools"));
-    return KINDS.stream()
-        .map(type::findFieldByName)
-        .filter(field -> field != null && request.hasField(field))
-        .findFirst()
-        .map(kind -> key(model, kind.getName(), variant(adapter, tools), beginning(request.getField(kind))));
+    Prompt prompt = (Prompt) request.getField(type.findFieldByName("prompt"));
+    String variant = variant(prompt.getAdapter(), prompt.getToolsList());
+    return switch (prompt.getFormCase()) {
+      case TEXT -> Optional.of(key(model, "text", variant, firstBytes(prompt.getText())));
+      case CHAT -> Optional.of(key(model, "chat", variant, turns(prompt.getChat())));
+      case TOKENS -> Optional.of(key(model, "tokens", variant, littleEndian(prompt.getTokens().getIdsList())));
+      case INFILL -> Optional.of(key(model, "infill", variant, firstBytes(prompt.getInfill().getPrefix())));
+      case FORM_NOT_SET -> Optional.empty();
+    };
   }
 
   private static String key(String model, String kind, String variant, byte[] beginning) {
@@ -88,31 +95,17 @@ public final class PrefixKey {
     return HexFormat.of().formatHex(digest.digest(), 0, 8);
   }
 
-  private static String variant(String adapter, List<?> tools) {
+  private static String variant(String adapter, List<Tool> tools) {
     if (adapter.isEmpty() && tools.isEmpty()) {
       return "";
     }
     var text = new StringBuilder(adapter).append('\0');
-    for (Object each : tools) {
-      Tool tool = (Tool) each;
+    for (Tool tool : tools) {
       text.append(tool.getName()).append('\0');
       text.append(tool.getDescription()).append('\0');
       text.append(tool.getParametersJson()).append('\0');
     }
     return text.toString();
-  }
-
-  private static byte[] beginning(Object prompt) {
-    if (prompt instanceof ChatPrompt chat) {
-      return cut(turns(chat.getMessagesList()), CHAT_BYTES);
-    }
-    if (prompt instanceof TokenPrompt tokens) {
-      return littleEndian(tokens.getIdsList());
-    }
-    if (prompt instanceof InfillPrompt infill) {
-      return firstBytes(infill.getPrefix());
-    }
-    return firstBytes((String) prompt);
   }
 
   private static byte[] littleEndian(List<Integer> ids) {
@@ -122,19 +115,19 @@ public final class PrefixKey {
     return bytes.array();
   }
 
-  private static byte[] turns(List<ChatMessage> messages) {
+  private static byte[] turns(ChatPrompt chat) {
     var turns = new ByteArrayOutputStream();
-    for (ChatMessage message : messages) {
-      turns.writeBytes(utf8(message.getRole() + "\0" + message.getContent()));
+    for (ChatMessage message : chat.getMessagesList()) {
+      turns.writeBytes(utf8(Roles.nameOf(message) + "\0" + message.getContent()));
       for (ContentPart part : message.getPartsList()) {
         turns.writeBytes(utf8(part.getText()));
       }
       turns.write(0);
-      if (message.getRole().equals("user") || turns.size() >= CHAT_BYTES) {
+      if (message.getRole() == Role.ROLE_USER || turns.size() >= CHAT_BYTES) {
         break;
       }
     }
-    return turns.toByteArray();
+    return cut(turns.toByteArray(), CHAT_BYTES);
   }
 
   private static byte[] firstBytes(String text) {

@@ -14,16 +14,16 @@ import java.util.concurrent.TimeoutException;
 import java.util.function.Supplier;
 
 /**
- * A call with one request, which carries the token and the request's prefix key, and is sent again where the server
- * refuses it for now or wants another token.
+ * A call with one request, which carries the token and the request's prefix key. It is sent again if the server refuses
+ * it for now or refuses its token.
  *
- * <p>A call's headers are sent when it starts, and its request is known only after that: so the start waits for
- * the request. The API's calls have one request each, which the stubs send before they wait for anything. Of an
- * attempt that is refused the caller hears nothing, unless it is the last.
+ * <p>The headers of a call are sent when it starts, before its request is known; so the start is delayed until the
+ * request. That is possible because all calls of the API have one request, which the stubs send before they wait for
+ * anything. The caller does not notice refused attempts, except for the last.
  *
- * <p>The caller's context cancels the call, but gRPC works in a fork of it: in whatever context a thread of the
- * caller's happens to do the channel's work, gRPC begins the connection's health check too, and the end of one call
- * would be the end of that for all.
+ * <p>The caller's context cancels the call, but gRPC works in a fork of it. A thread of the caller that does the work
+ * of the channel also starts the connection's health check, in its own context; without the fork, the end of one call
+ * would end the health check for all.
  */
 final class PromptedCall<I, O> extends ClientCall<I, O> {
   private static final Metadata.Key<String> AUTHORIZATION =
@@ -46,7 +46,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
   private boolean hasRenewed;
   private int retriesLeft;
 
-  // The caller's threads, the attempts' and the timer's share what follows.
+  // Shared by the threads of the caller, the attempts and the timer.
   private ClientCall<I, O> current;
   private boolean isWaiting = true;
   private int requestedCount;
@@ -75,7 +75,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
 
   @Override
   public void halfClose() {
-    // An attempt does it at once.
+    // Each attempt does it with its request.
   }
 
   @Override
@@ -92,19 +92,19 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
     if (!isWaiting) {
       fork.run(() -> current.cancel(reason, cause));
     } else if (listener != null) {
-      // A call that is not running could not tell its listener of its end.
+      // Only a running call can notify its listener of its end.
       begin(new Metadata());
     }
   }
 
-  /** Cancels the call with its caller's context; a deadline of that is the call's own. */
+  /** Cancels the call with its caller's context. A deadline of the context is the call's own already. */
   private void follow(Context cancelled) {
     if (!(cancelled.cancellationCause() instanceof TimeoutException)) {
       cancel("the caller's context was cancelled", cancelled.cancellationCause());
     }
   }
 
-  /** Returns the headers of an attempt; asks for the token. What the caller sets himself is left alone. */
+  /** Returns the headers of an attempt, with a token unless the caller has set one. */
   private Metadata announced() {
     var sent = new Metadata();
     sent.merge(headers);
@@ -141,7 +141,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
     current.halfClose();
   }
 
-  /** Sends a refused call again if that makes sense; tells whether it will. */
+  /** Sends a refused call again if it should be; returns whether it will be. */
   private boolean isSentAgain(IcehouseException refusal) {
     Optional<Duration> delay = delayAfter(refusal);
     if (delay.isEmpty()) {
@@ -153,7 +153,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
       isCancelled = cancellation.isPresent();
     }
     if (isCancelled) {
-      // The refusal was on its way when the caller cancelled: of two ends he hears of his own.
+      // The caller cancelled while the refusal was on its way, and is told of the cancellation.
       begin(new Metadata());
     } else if (delay.get().isZero()) {
       beginAgain();
@@ -193,7 +193,7 @@ final class PromptedCall<I, O> extends ClientCall<I, O> {
     listener.onClose(status, trailers);
   }
 
-  /** Passes on what an attempt answers; its headers wait until it is known that there is no other attempt. */
+  /** Passes on the answers of an attempt. Its headers wait until it is certain that this is the last attempt. */
   private final class Attempt extends Listener<O> {
     private Metadata answerHeaders;
     private boolean isAnswering;

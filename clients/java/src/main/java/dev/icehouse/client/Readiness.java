@@ -15,7 +15,7 @@ import java.time.Duration;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.locks.LockSupport;
 
-/** Wait for a server that takes requests: it is asked again and again until it says so, or until the deadline. */
+/** Asks a server for its state until it accepts requests, or until the deadline. */
 final class Readiness {
   private static final long FIRST_DELAY_NANOS = Duration.ofMillis(100).toNanos();
   private static final long LAST_DELAY_NANOS = Duration.ofSeconds(1).toNanos();
@@ -48,12 +48,12 @@ final class Readiness {
       if (deadline.isExpired()) {
         throw late(last);
       }
-      // Of an interrupt the next call says what all calls say of it.
+      // After an interrupt the next call throws.
       LockSupport.parkNanos(Math.min(delay, deadline.timeRemaining(TimeUnit.NANOSECONDS)));
     }
   }
 
-  /** Returns the message with its cause: gRPC's own is often "io exception" alone. */
+  /** Returns the message with its cause: gRPC's own is often just "io exception". */
   private static String told(IcehouseException refused) {
     Throwable cause = Status.fromThrowable(refused.getCause()).getCause();
     return cause == null ? refused.getMessage() : refused.getMessage() + ": " + cause.getMessage();

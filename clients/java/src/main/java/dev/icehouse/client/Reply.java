@@ -6,9 +6,9 @@ import dev.icehouse.v1.ToolCall;
 import java.util.List;
 
 /**
- * A complete answer. Its own text and so on are those of the first completion.
+ * A complete answer. Its text and so on are those of the first completion.
  *
- * @param started the request's id, model, seed and what was reused of the prompt
+ * @param started the request's id, model and seed, and what was reused of its prompt
  * @param completions every output in order, at least one
  */
 public record Reply(Started started, List<Output> completions) {
@@ -22,7 +22,7 @@ public record Reply(Started started, List<Output> completions) {
     return first().text();
   }
 
-  /** What the model thought before it spoke. */
+  /** The model's reasoning before its answer. */
   public String reasoning() {
     return first().reasoning();
   }
@@ -37,7 +37,7 @@ public record Reply(Started started, List<Output> completions) {
     return first().toolCalls();
   }
 
-  /** The reason of the end and the usage. */
+  /** Why the output ended, and what it cost. */
   public Finished finished() {
     return first().finished();
   }

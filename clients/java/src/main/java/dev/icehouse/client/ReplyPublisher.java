@@ -8,8 +8,8 @@ import java.util.concurrent.Flow;
 import java.util.concurrent.atomic.AtomicBoolean;
 
 /**
- * A running output for one subscriber: to its events as the API has them, or to {@link #texts}. It begins with the
- * subscription, and goes no faster than the subscriber; to cancel the subscription ends it on the server too.
+ * A running output for one subscriber, either to its events or to {@link #texts}. It begins with the subscription and
+ * is no faster than the subscriber. Cancelling the subscription ends it on the server too.
  */
 public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
   private final Flow.Publisher<StreamResponse> responses;
@@ -24,24 +24,21 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
 
   @Override
   public void subscribe(Flow.Subscriber<? super StreamResponse> subscriber) {
-    // One that comes late is refused, of which the reply knows nothing.
+    // A second subscriber is refused; that does not concern the reply.
     responses.subscribe(isTaken.compareAndSet(false, true) ? new Summing(subscriber) : subscriber);
   }
 
-  /** The pieces of text, of several completions the first one's. */
+  /** The pieces of text of the first completion. */
   public Flow.Publisher<String> texts() {
     return subscriber -> subscribe(new Texts(subscriber));
   }
 
-  /**
-   * The whole answer, once the subscriber has had its last event; the failure otherwise. A subscription that was
-   * cancelled cancels it.
-   */
+  /** The whole answer, after the subscriber's last event, or the failure. It is cancelled if the subscription is. */
   public CompletableFuture<Reply> reply() {
     return reply;
   }
 
-  /** Hands everything on to a subscriber; those that follow do more with some of it. */
+  /** Passes everything on to a subscriber. */
   private abstract static class Relay<T> implements Flow.Subscriber<StreamResponse> {
     final Flow.Subscriber<? super T> subscriber;
     Flow.Subscription subscription;
@@ -122,7 +119,7 @@ public final class ReplyPublisher implements Flow.Publisher<StreamResponse> {
       if (delta.getCompletionIndex() == 0 && !delta.getText().isEmpty()) {
         subscriber.onNext(delta.getText());
       } else {
-        // It was requested as a text.
+        // The subscriber requested a text, and this was none.
         subscription.request(1);
       }
     }

@@ -7,7 +7,7 @@ import java.util.List;
 import java.util.Optional;
 import java.util.stream.Stream;
 
-/** Adds the events of a stream up. */
+/** Adds up the events of a stream. */
 final class ReplySum {
   private final List<OutputSum> outputs;
   private volatile Started started;
@@ -22,7 +22,7 @@ final class ReplySum {
       case DELTA -> outputs.get(response.getDelta().getCompletionIndex()).add(response.getDelta());
       case FINISHED -> outputs.get(response.getFinished().getCompletionIndex()).finish(response.getFinished());
       default -> {
-        // Progress, and what is newer than this client, is for those who ask for events.
+        // Progress, and events that are newer than this client.
       }
     }
   }

@@ -9,17 +9,17 @@ import java.util.concurrent.atomic.AtomicBoolean;
 import java.util.function.Supplier;
 
 /**
- * The answers of a call that has many, for one subscriber. The call begins with the subscription. No more is taken
- * from the connection than the subscriber requests, so that the server is slowed down by HTTP/2's own flow control; to
- * cancel the subscription ends the call on the server too. A failure is an {@link IcehouseException}.
+ * The answers of a streaming call, for one subscriber. The call begins with the subscription. No more is read from the
+ * connection than the subscriber requests, so HTTP/2's flow control slows the server down. Cancelling the subscription
+ * ends the call on the server too. A failure is an {@link IcehouseException}.
  *
- * @param <T> the answer's message
+ * @param <T> the message of an answer
  */
 public final class ResponsePublisher<T> implements Flow.Publisher<T> {
   private final Supplier<Begun<T>> calls;
   private final AtomicBoolean isTaken = new AtomicBoolean();
 
-  /** A call that was made and not yet sent, and what sends its request. */
+  /** A call that is not started yet, and what sends its request. */
   record Begun<T>(ClientCall<?, T> call, Runnable send) {}
 
   ResponsePublisher(Supplier<Begun<T>> calls) {
@@ -31,7 +31,7 @@ public final class ResponsePublisher<T> implements Flow.Publisher<T> {
     Objects.requireNonNull(subscriber, "a subscriber is needed");
     if (!isTaken.compareAndSet(false, true)) {
       subscriber.onSubscribe(new NoSubscription());
-      subscriber.onError(new IllegalStateException("a stream has one subscriber; this one has had it"));
+      subscriber.onError(new IllegalStateException("this stream has a subscriber already; it may have only one"));
       return;
     }
     Begun<T> begun = calls.get();
@@ -70,7 +70,7 @@ public final class ResponsePublisher<T> implements Flow.Publisher<T> {
     @Override
     public void request(long count) {
       if (count <= 0) {
-        fail(new IllegalArgumentException(count + " answers were requested, and it must be at least 1"));
+        fail(new IllegalArgumentException(count + " answers were requested; it must be at least 1"));
       } else {
         call.request((int) Math.min(count, Integer.MAX_VALUE));
       }
@@ -82,7 +82,7 @@ public final class ResponsePublisher<T> implements Flow.Publisher<T> {
       call.cancel("the subscription was cancelled", null);
     }
 
-    /** Ends the call; its end tells the subscriber, so that no two tell it at once. */
+    /** Ends the call. Only its end calls the subscriber, so that two threads never do at once. */
     private void fail(RuntimeException error) {
       ownFailure = error;
       call.cancel(error.getMessage(), error);

@@ -7,10 +7,10 @@ import java.util.NoSuchElementException;
 import java.util.function.Supplier;
 
 /**
- * The answers of a call that has many: iterate over them once and in one thread. Closing it, from any thread,
- * ends the call on the server too; to leave a loop early is not enough.
+ * The answers of a streaming call. Iterate over them once, in one thread. Close it, from any thread, to end the call on
+ * the server too; leaving the loop is not enough.
  *
- * @param <T> the answer's message
+ * @param <T> the message of an answer
  */
 public final class ResponseStream<T> implements Iterable<T>, AutoCloseable {
   private final Context.CancellableContext context = Context.current().withCancellation();
@@ -30,7 +30,7 @@ public final class ResponseStream<T> implements Iterable<T>, AutoCloseable {
     return new Translated();
   }
 
-  /** Ends the call on the server too. Harmless after the end. */
+  /** Ends the call on the server too. Does nothing after the end. */
   @Override
   public void close() {
     context.cancel(null);

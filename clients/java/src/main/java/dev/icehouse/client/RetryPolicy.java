@@ -11,11 +11,11 @@ import java.util.Set;
 import java.util.concurrent.ThreadLocalRandom;
 
 /**
- * Which calls are sent again that the server refuses for now: RESOURCE_EXHAUSTED with a RetryInfo, of which nothing
- * has run.
+ * Decides which calls are sent again when the server refuses them for now: RESOURCE_EXHAUSTED with a RetryInfo, which
+ * means that nothing has run.
  */
 final class RetryPolicy {
-  /** A delay is made longer by up to this share, so that those who were refused together come one by one. */
+  /** A delay is extended by up to this share, so that callers who were refused together do not return together. */
   private static final double SPREAD = 0.25;
 
   private static final Set<String> RETRIED =
@@ -30,12 +30,12 @@ final class RetryPolicy {
     this.limit = limit;
   }
 
-  /** Returns how often a call is sent again at most. */
+  /** Returns the maximum number of retries of a call. */
   int limitOf(MethodDescriptor<?, ?> method) {
     return RETRIED.contains(method.getFullMethodName()) ? limit : 0;
   }
 
-  /** Returns how long to wait before a refused call is sent again; empty where that makes no sense. */
+  /** Returns the time to wait before a refused call is sent again; empty if it should not be. */
   static Optional<Duration> delayAfter(IcehouseException refusal) {
     if (refusal.code() != Status.Code.RESOURCE_EXHAUSTED) {
       return Optional.empty();

@@ -10,13 +10,13 @@ import java.nio.charset.StandardCharsets;
 import java.util.Map;
 
 /**
- * The published service config: Generate is retried when no server took it, and servers that say they do not
- * serve are passed over.
+ * The published service config: Generate, Embed and Rerank are retried while no server is available, and servers whose
+ * health check says that they do not serve are not used.
  */
 final class ServiceConfig {
   private ServiceConfig() {}
 
-  /** Returns it in the form that gRPC's channels take. */
+  /** Returns it as gRPC's channels take it. */
   static Map<String, Object> published() {
     try (InputStream content = ServiceConfig.class.getResourceAsStream("service_config.json")) {
       var reader = new InputStreamReader(content, StandardCharsets.UTF_8);

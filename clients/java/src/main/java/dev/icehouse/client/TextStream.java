@@ -10,9 +10,8 @@ import java.util.NoSuchElementException;
 import java.util.Optional;
 
 /**
- * A running output: iterate over its pieces of text (of several completions the first one's), or over
- * {@link #events}, once and in one thread. Closing
- * it, from any thread, ends the output on the server too; to leave a loop early is not enough.
+ * A running output. Iterate once, in one thread, either over its pieces of text (those of the first completion) or over
+ * {@link #events}. Close it, from any thread, to end the output on the server too; leaving the loop is not enough.
  */
 public final class TextStream implements Iterable<String>, AutoCloseable {
   private final ResponseStream<StreamResponse> responses;
@@ -28,23 +27,23 @@ public final class TextStream implements Iterable<String>, AutoCloseable {
     return new Texts(events());
   }
 
-  /** Every event as the API has it: how far the prompt is, text, reasoning and calls as they come. */
+  /** Every event of the API: progress of the prompt, text, reasoning and pieces of tool calls. */
   public Iterator<StreamResponse> events() {
     return new Events(responses.iterator());
   }
 
-  /** What the server said when it began; empty before the first text. */
+  /** What the server sent when the output began; empty before that. */
   public Optional<Started> started() {
     return sum.started();
   }
 
-  /** The whole answer; throws IllegalStateException before its end. */
+  /** The whole answer. Throws IllegalStateException before the stream has ended. */
   public Reply reply() {
     return sum.reply()
         .orElseThrow(() -> new IllegalStateException("the stream has not ended; iterate over it first"));
   }
 
-  /** Ends the output on the server too. Harmless after the end. */
+  /** Ends the output on the server too. Does nothing after the end. */
   @Override
   public void close() {
     responses.close();

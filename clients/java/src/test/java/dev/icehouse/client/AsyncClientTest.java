@@ -5,14 +5,15 @@ import static org.junit.jupiter.api.Assertions.assertInstanceOf;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
-import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.Delta;
 import dev.icehouse.v1.Finished;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.GetServerRequest;
+import dev.icehouse.v1.Prompt;
+import dev.icehouse.v1.ServerServiceGrpc;
+import dev.icehouse.v1.ServerState;
 import dev.icehouse.v1.Started;
 import dev.icehouse.v1.StreamResponse;
-import dev.icehouse.v1.WarmRequest;
-import dev.icehouse.v1.WarmResponse;
 import io.grpc.Status;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import java.time.Duration;
@@ -29,7 +30,8 @@ import org.junit.jupiter.api.Timeout;
 /** Futures and publishers against a scripted server. */
 @Timeout(60)
 class AsyncClientTest {
-  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+  private static final Prompt PROMPT = Prompt.newBuilder().setText("Once upon a time").build();
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setPrompt(PROMPT).build();
   private static final int LARGE_BYTES = 1 << 20;
 
   /** Writes down what it is told; requests nothing by itself. */
@@ -77,9 +79,9 @@ class AsyncClientTest {
       assertEquals("done", client.async().generate(REQUEST, Duration.ofSeconds(50)).get().getText());
       server.refusals.add(Status.INVALID_ARGUMENT.asRuntimeException());
       assertEquals(Status.Code.INVALID_ARGUMENT, refusalOf(client.async().generate(REQUEST)));
-      var warm = WarmRequest.newBuilder().setText("Once").build();
-      var answer = client.async().call(CacheServiceGrpc.getWarmMethod(), warm);
-      assertEquals(WarmResponse.getDefaultInstance(), answer.get());
+      var request = GetServerRequest.getDefaultInstance();
+      var described = client.async().call(ServerServiceGrpc.getGetServerMethod(), request);
+      assertEquals(ServerState.SERVER_STATE_LOADING, described.get().getServer().getState());
     }
   }
 

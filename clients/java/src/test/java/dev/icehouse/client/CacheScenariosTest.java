@@ -12,14 +12,14 @@ import dev.icehouse.v1.ExplainRequest;
 import dev.icehouse.v1.ExplainResponse;
 import dev.icehouse.v1.PinRequest;
 import dev.icehouse.v1.PinResponse;
-import dev.icehouse.v1.PrefillProgress;
 import dev.icehouse.v1.Started;
 import dev.icehouse.v1.StreamResponse;
 import dev.icehouse.v1.UnpinRequest;
 import dev.icehouse.v1.VerifyRequest;
-import dev.icehouse.v1.VerifyResponse;
+import dev.icehouse.v1.VerifyResult;
+import dev.icehouse.v1.WarmProgress;
 import dev.icehouse.v1.WarmRequest;
-import dev.icehouse.v1.WarmResponse;
+import dev.icehouse.v1.WarmResult;
 import dev.icehouse.v1.WatchStatsResponse;
 import java.time.Duration;
 import java.util.ArrayList;
@@ -54,11 +54,11 @@ class CacheScenariosTest {
 
   @Test
   void warm(Scenario s) {
-    var steps = new ArrayList<PrefillProgress>();
-    var request = WarmRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build();
-    WarmResponse answer = s.client().cache().warm(request, steps::add);
+    var steps = new ArrayList<WarmProgress>();
+    var request = WarmRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build();
+    WarmResult answer = s.client().cache().warm(request, steps::add);
     assertEquals(s.expect("output_tokens").getAsInt(), answer.getUsage().getOutputTokens());
-    PrefillProgress last = steps.get(steps.size() - 1);
+    WarmProgress last = steps.get(steps.size() - 1);
     assertEquals(answer.getUsage().getPromptTokens(), last.getPromptTokens());
     int unprocessedTokens = last.getPromptTokens() - last.getProcessedTokens();
     int limit = s.expect("unprocessed_tokens_limit").getAsInt();
@@ -94,7 +94,7 @@ class CacheScenariosTest {
     var cache = s.client().cache();
     warm(cache, s);
     int blockCount = pin(cache, s).getBlockCount();
-    var request = UnpinRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build();
+    var request = UnpinRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build();
     assertTrue(blockCount > 0);
     assertEquals(blockCount, cache.unpin(request).getBlockCount());
     assertEquals(Collections.nCopies(blockCount, false), pins(explain(cache, s).getBlocksList()));
@@ -106,7 +106,7 @@ class CacheScenariosTest {
     warm(cache, s);
     long blockCount = explain(cache, s).getBlocksCount();
     var steps = new ArrayList<Long>();
-    var request = EvictRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build();
+    var request = EvictRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build();
     var evicted = cache.evict(request, step -> steps.add(step.getProcessedBlockCount()));
     assertTrue(blockCount > 0);
     assertEquals(blockCount, evicted.getRamBlockCount());
@@ -117,7 +117,7 @@ class CacheScenariosTest {
   @Test
   void verify(Scenario s) {
     var steps = new ArrayList<Long>();
-    VerifyResponse answer =
+    VerifyResult answer =
         s.client()
             .cache()
             .verify(VerifyRequest.getDefaultInstance(), step -> steps.add(step.getVerifiedBlockCount()));
@@ -130,7 +130,7 @@ class CacheScenariosTest {
   void watchStats(Scenario s) {
     int count = s.input("answer_count").getAsInt();
     var times = new ArrayList<Long>();
-    try (var answers = s.client().cache().watchStats(Duration.ofMillis(s.input("interval_ms").getAsLong()))) {
+    try (var answers = s.client().watchStats(Duration.ofMillis(s.input("interval_ms").getAsLong()))) {
       for (WatchStatsResponse answer : answers) {
         times.add(Timestamps.toNanos(answer.getStats().getCollectTime()));
         if (times.size() == count) {
@@ -143,15 +143,15 @@ class CacheScenariosTest {
   }
 
   private static void warm(CacheClient cache, Scenario s) {
-    cache.warm(WarmRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build());
+    cache.warm(WarmRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build());
   }
 
   private static ExplainResponse explain(CacheClient cache, Scenario s) {
-    return cache.explain(ExplainRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build());
+    return cache.explain(ExplainRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build());
   }
 
   private static PinResponse pin(CacheClient cache, Scenario s) {
-    return cache.pin(PinRequest.newBuilder().setText(s.prompt()).setCache(s.tenant()).build());
+    return cache.pin(PinRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build());
   }
 
   private static int tokenCount(List<BlockMatch> blocks) {

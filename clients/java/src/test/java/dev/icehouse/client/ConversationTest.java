@@ -8,6 +8,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.google.gson.JsonParser;
 import dev.icehouse.v1.ChatMessage;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.Role;
 import dev.icehouse.v1.Tool;
 import dev.icehouse.v1.ToolCall;
 import java.nio.charset.StandardCharsets;
@@ -49,17 +50,17 @@ class ConversationTest {
     var again = Conversation.fromJson(text);
     assertEquals(example().messages(), again.messages());
     assertEquals("s1", again.sessionId());
-    assertEquals(again.messages(), again.prompt().getMessagesList());
+    assertEquals(again.messages(), again.prompt().getChat().getMessagesList());
   }
 
   @Test
   void itsRequestHasTurnsToolsAndSession() {
     var tool = Tool.newBuilder().setName("weather").build();
     var request = example().setTools(tool).request().setMaxOutputTokens(4).build();
-    assertEquals(example().prompt(), request.getChat());
-    assertEquals(List.of(tool), request.getToolsList());
+    assertEquals(example().prompt().getChat(), request.getPrompt().getChat());
+    assertEquals(List.of(tool), request.getPrompt().getToolsList());
     assertEquals("s1", request.getSessionId());
-    assertEquals(0, example().setTools(tool).setTools().request().getToolsCount());
+    assertEquals(0, example().setTools(tool).setTools().prompt().getToolsCount());
   }
 
   @Test
@@ -94,10 +95,21 @@ class ConversationTest {
   }
 
   @Test
+  void aRoleIsKeptByItsNameATemplatesOwnTooAndReadAsTheApiHasIt() {
+    var talk = Conversation.fromJson("[{\"role\": \"ROLE_USER\"}, {\"role\": \"ipython\", \"content\": \"1\"}]");
+    assertEquals(Role.ROLE_USER, talk.messages().get(0).getRole());
+    assertEquals(Role.ROLE_UNSPECIFIED, talk.messages().get(1).getRole());
+    assertEquals("ipython", talk.messages().get(1).getRoleName());
+    var kept = JsonParser.parseString(talk.toJson()).getAsJsonObject().get("messages");
+    var wanted = "[{\"role\": \"user\", \"content\": \"\"}, {\"role\": \"ipython\", \"content\": \"1\"}]";
+    assertEquals(JsonParser.parseString(wanted), kept);
+  }
+
+  @Test
   void whatIsNoConversationIsRefusedWithItsPlace() {
     Map.of(
-            "{", "no conversation",
-            "{\"messages\": []}", "of kind null, version null",
+            "{", "not a conversation",
+            "{\"messages\": []}", "kind null, version null",
             "{\"kind\": \"icehouse-conversation\", \"version\": 2}", "version 2",
             "{\"kind\": \"icehouse-conversation\", \"version\": 1}", "no list of messages",
             "[\"Hi\"]", "messages[0]",

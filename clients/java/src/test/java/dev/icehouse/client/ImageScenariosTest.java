@@ -62,7 +62,7 @@ class ImageScenariosTest {
     var talk = new Conversation();
     talk.say(s.input("question").getAsString(), Images.of(data, s.input("media_type").getAsString()));
     return GenerateRequest.newBuilder()
-        .setChat(talk.prompt())
+        .setPrompt(talk.prompt())
         .setMaxOutputTokens(s.input("max_output_tokens").getAsInt())
         .setCache(s.tenant())
         .build();

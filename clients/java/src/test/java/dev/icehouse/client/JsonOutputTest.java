@@ -62,7 +62,7 @@ class JsonOutputTest {
   @Test
   void aFormatOfTheRequestsOwnIsLeftAlone() {
     var output = JsonOutput.of(Place.class);
-    var asked = output.asked(GenerateRequest.newBuilder().setText("Hi").build());
+    var asked = output.asked(GenerateRequest.newBuilder().setMaxOutputTokens(9).build());
     assertEquals(output.format(), asked.getResponseFormat());
     var own = asked.toBuilder();
     own.getResponseFormatBuilder().setCompact(true);

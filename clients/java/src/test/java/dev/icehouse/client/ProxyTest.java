@@ -6,6 +6,7 @@ import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.Prompt;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import java.io.BufferedReader;
 import java.io.IOException;
@@ -29,7 +30,8 @@ import org.junit.jupiter.params.provider.ValueSource;
 /** Proxies that the machine is set up for: asked for servers elsewhere, never for one on this machine. */
 @Timeout(60)
 class ProxyTest {
-  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Hi").build();
+  private static final Prompt PROMPT = Prompt.newBuilder().setText("Hi").build();
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setPrompt(PROMPT).build();
 
   /** A proxy that refuses everybody, and which Java asks for every address until it is closed. */
   private static final class RefusingProxy extends ProxySelector implements AutoCloseable {

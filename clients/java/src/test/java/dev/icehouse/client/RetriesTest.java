@@ -7,10 +7,11 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import com.google.protobuf.Any;
 import com.google.protobuf.util.Durations;
 import com.google.rpc.RetryInfo;
-import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
+import dev.icehouse.v1.Prompt;
 import dev.icehouse.v1.StreamResponse;
+import dev.icehouse.v1.WarmRequest;
 import io.grpc.CallOptions;
 import io.grpc.Channel;
 import io.grpc.ClientCall;
@@ -39,7 +40,8 @@ import org.junit.jupiter.params.provider.CsvSource;
 /** What is sent again, and what is not. */
 @Timeout(60)
 class RetriesTest {
-  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+  private static final Prompt PROMPT = Prompt.newBuilder().setText("Once upon a time").build();
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setPrompt(PROMPT).build();
 
   /** A refusal that says when to come back. */
   static StatusRuntimeException notNow(Status.Code code, Duration delay) {
@@ -248,14 +250,14 @@ class RetriesTest {
   }
 
   @Test
-  void anOrderIsNotSentAgain() throws Exception {
-    var everything = EvictRequest.newBuilder().setAll(true).build();
+  void aCommandIsNotSentAgain() throws Exception {
+    var warm = WarmRequest.newBuilder().setPrompt(PROMPT).build();
     try (var server = new ScriptedServer(ServingStatus.SERVING);
         var client = server.client().retryLimit(2).build()) {
       server.refusals.add(notNow(Status.Code.RESOURCE_EXHAUSTED, Duration.ZERO));
       assertEquals(
           Status.Code.RESOURCE_EXHAUSTED,
-          assertThrows(IcehouseException.class, () -> client.cache().evict(everything)).code());
+          assertThrows(IcehouseException.class, () -> client.cache().warm(warm)).code());
     }
   }
 

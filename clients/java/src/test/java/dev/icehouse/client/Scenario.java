@@ -9,6 +9,7 @@ import com.google.gson.JsonObject;
 import com.google.gson.JsonParser;
 import dev.icehouse.v1.CachePolicy;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.Prompt;
 import java.io.IOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
@@ -71,16 +72,20 @@ final class Scenario implements AutoCloseable {
     return CachePolicy.newBuilder().setTenant(ownName()).build();
   }
 
-  String prompt() {
+  String text() {
     if (entry.getAsJsonObject("input").has("text")) {
       return input("text").getAsString();
     }
     return input("text_unit").getAsString().repeat(input("repeat").getAsInt());
   }
 
+  Prompt prompt() {
+    return Prompt.newBuilder().setText(text()).build();
+  }
+
   /** A request to generate from the prompt. */
   GenerateRequest.Builder request() {
-    var request = GenerateRequest.newBuilder().setText(prompt());
+    var request = GenerateRequest.newBuilder().setPrompt(prompt());
     if (entry.getAsJsonObject("input").has("max_output_tokens")) {
       request.setMaxOutputTokens(input("max_output_tokens").getAsInt());
     }

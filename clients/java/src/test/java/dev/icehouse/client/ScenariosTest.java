@@ -15,6 +15,7 @@ import dev.icehouse.v1.Embedding;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.InfillPrompt;
+import dev.icehouse.v1.Prompt;
 import dev.icehouse.v1.RequestInfo;
 import dev.icehouse.v1.RerankRequest;
 import dev.icehouse.v1.RerankResult;
@@ -253,7 +254,7 @@ class ScenariosTest {
     talk.add(reply);
     reply.toolCalls().forEach(asked -> talk.answer(asked, s.input("result").getAsString()));
     var silent = ToolChoice.newBuilder().setMode(ToolChoiceMode.TOOL_CHOICE_MODE_NONE);
-    var following = client.generate(request.setChat(talk.prompt()).setToolChoice(silent).build()).getUsage();
+    var following = client.generate(request.setPrompt(talk.prompt()).setToolChoice(silent).build()).getUsage();
     int known = answer.getUsage().getPromptTokens() + answer.getUsage().getOutputTokens();
     assertTrue(following.getPromptTokens() > known);
     int limit = s.expect("uncached_known_tokens_limit").getAsInt();
@@ -266,7 +267,7 @@ class ScenariosTest {
     var talk = new Conversation().say(s.input("question").getAsString());
     var request =
         GenerateRequest.newBuilder()
-            .setChat(talk.prompt())
+            .setPrompt(talk.prompt())
             .setMaxOutputTokens(s.input("max_output_tokens").getAsInt());
     GenerateResponse answer = client.generate(request.build());
     assertEquals(s.expect("text").getAsString(), answer.getText());
@@ -285,15 +286,15 @@ class ScenariosTest {
     var gap =
         InfillPrompt.newBuilder()
             .setPrefix(s.input("prefix").getAsString())
-            .setSuffix(s.input("suffix").getAsString())
-            .build();
+            .setSuffix(s.input("suffix").getAsString());
+    var prompt = Prompt.newBuilder().setInfill(gap);
     int limit = s.input("max_output_tokens").getAsInt();
     GenerateResponse answer =
-        client.generate(GenerateRequest.newBuilder().setInfill(gap).setMaxOutputTokens(limit).build());
+        client.generate(GenerateRequest.newBuilder().setPrompt(prompt).setMaxOutputTokens(limit).build());
     assertEquals(s.expect("text").getAsString(), answer.getText());
     assertEquals("FINISH_REASON_" + s.expect("finish_reason").getAsString(), answer.getFinishReason().name());
     assertEquals(answer.getTokenIds(answer.getTokenIdsCount() - 1), answer.getStopTokenId());
-    var tokens = client.tokenize(TokenizeRequest.newBuilder().setInfill(gap).build());
+    var tokens = client.tokenize(TokenizeRequest.newBuilder().setPrompt(prompt).build());
     assertEquals(answer.getUsage().getPromptTokens(), tokens.getTokenCount());
   }
 
@@ -326,8 +327,8 @@ class ScenariosTest {
       // Half of a surrogate pair cannot be encoded.
       assertTrue(StandardCharsets.UTF_8.newEncoder().canEncode(piece) && !piece.contains("\uFFFD"), piece);
     }
-    var tokens = client.tokenize(TokenizeRequest.newBuilder().setText(s.prompt()).build()).getTokensList();
-    assertEquals(s.prompt(), client.detokenize(tokens.stream().map(Token::getId).toList()));
+    var tokens = client.tokenize(TokenizeRequest.newBuilder().setPrompt(s.prompt()).build()).getTokensList();
+    assertEquals(s.text(), client.detokenize(tokens.stream().map(Token::getId).toList()));
   }
 
   @Test

@@ -3,8 +3,6 @@ package dev.icehouse.client;
 import dev.icehouse.v1.CacheServiceGrpc;
 import dev.icehouse.v1.CancelRequestRequest;
 import dev.icehouse.v1.CancelRequestResponse;
-import dev.icehouse.v1.EvictRequest;
-import dev.icehouse.v1.EvictResponse;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.GenerateResponse;
 import dev.icehouse.v1.GetServerRequest;
@@ -16,6 +14,7 @@ import dev.icehouse.v1.ServerState;
 import dev.icehouse.v1.StreamResponse;
 import dev.icehouse.v1.WarmRequest;
 import dev.icehouse.v1.WarmResponse;
+import dev.icehouse.v1.WarmResult;
 import io.grpc.Context;
 import io.grpc.Contexts;
 import io.grpc.Deadline;
@@ -57,18 +56,16 @@ final class ScriptedServer extends InferenceServiceGrpc.InferenceServiceImplBase
   volatile boolean hasDeadline;
   volatile long remainingMinutes;
 
+  /** What a warm-up answers. */
+  final List<WarmResponse> warmEvents =
+      new ArrayList<>(List.of(WarmResponse.newBuilder().setDone(WarmResult.newBuilder().setRequestId("r1")).build()));
+
   private final CacheServiceGrpc.CacheServiceImplBase cache =
       new CacheServiceGrpc.CacheServiceImplBase() {
         @Override
         public void warm(WarmRequest request, StreamObserver<WarmResponse> observer) {
-          observer.onNext(WarmResponse.getDefaultInstance());
-          observer.onCompleted();
-        }
-
-        @Override
-        public void evict(EvictRequest request, StreamObserver<EvictResponse> observer) {
           if (!isRefused(observer)) {
-            observer.onNext(EvictResponse.getDefaultInstance());
+            warmEvents.forEach(observer::onNext);
             observer.onCompleted();
           }
         }

@@ -12,10 +12,12 @@ import com.google.rpc.Code;
 import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
 import dev.icehouse.v1.CacheServiceGrpc;
-import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.Prompt;
 import dev.icehouse.v1.ServerState;
+import dev.icehouse.v1.WarmProgress;
 import dev.icehouse.v1.WarmRequest;
+import dev.icehouse.v1.WarmResponse;
 import io.grpc.CallOptions;
 import io.grpc.ClientCall;
 import io.grpc.Metadata;
@@ -23,6 +25,7 @@ import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.health.v1.HealthCheckResponse.ServingStatus;
 import io.grpc.protobuf.StatusProto;
+import java.util.ArrayList;
 import java.util.List;
 import java.util.Map;
 import java.util.Optional;
@@ -32,7 +35,9 @@ import org.junit.jupiter.api.Test;
 
 /** What a real server cannot be made to do. */
 class ScriptedTest {
-  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+  private static final Prompt PROMPT = Prompt.newBuilder().setText("Once upon a time").build();
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setPrompt(PROMPT).build();
+  private static final WarmRequest WARM = WarmRequest.newBuilder().setPrompt(PROMPT).build();
 
   private static StatusRuntimeException unavailable() {
     return Status.UNAVAILABLE.withDescription("draining").asRuntimeException();
@@ -160,21 +165,48 @@ class ScriptedTest {
   }
 
   @Test
-  void ordersThatMayBeLongHaveADeadlineOfTheirOwn() throws Exception {
-    var warm = WarmRequest.newBuilder().setText("Once").build();
+  void commandsThatMayTakeMinutesHaveADeadlineOfTheirOwn() throws Exception {
     try (var server = new ScriptedServer(ServingStatus.SERVING)) {
       try (var client = server.client().timeout(java.time.Duration.ofMinutes(30)).build()) {
-        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+        client.cache().warm(WARM);
+        assertEquals(60, server.remainingMinutes);
+        client.cache().warm(WARM, progress -> {});
         assertEquals(60, server.remainingMinutes);
       }
-      try (var client = server.client().orderTimeout(java.time.Duration.ofHours(2)).build()) {
-        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+      try (var client = server.client().commandTimeout(java.time.Duration.ofHours(2)).build()) {
+        client.cache().warm(WARM);
         assertEquals(120, server.remainingMinutes);
       }
       try (var client = server.client().withoutTimeout().build()) {
-        CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+        client.cache().warm(WARM);
         assertFalse(server.hasDeadline);
       }
+    }
+  }
+
+  @Test
+  void aCommandReportsItsProgressAndReturnsItsResultOrSaysThatThereWasNone() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      var first = WarmProgress.newBuilder().setProcessedTokens(256).setPromptTokens(300).build();
+      var second = WarmProgress.newBuilder().setProcessedTokens(300).setPromptTokens(300).build();
+      server.warmEvents.add(0, WarmResponse.newBuilder().setProgress(first).build());
+      server.warmEvents.add(1, WarmResponse.newBuilder().setProgress(second).build());
+      var steps = new ArrayList<WarmProgress>();
+      assertEquals("r1", client.cache().warm(WARM, steps::add).getRequestId());
+      assertEquals(List.of(first, second), steps);
+      assertEquals("r1", client.cache().warm(WARM).getRequestId());
+      server.warmEvents.remove(2);
+      var error = assertThrows(IllegalStateException.class, () -> client.cache().warm(WARM));
+      assertTrue(error.getMessage().contains("without a result"), error.getMessage());
+    }
+  }
+
+  @Test
+  void whatAConsumerOfProgressThrowsEndsTheCommand() throws Exception {
+    try (var server = new ScriptedServer(ServingStatus.SERVING); var client = server.client().build()) {
+      server.warmEvents.add(0, WarmResponse.newBuilder().setProgress(WarmProgress.getDefaultInstance()).build());
+      assertThrows(
+          IndexOutOfBoundsException.class, () -> client.cache().warm(WARM, progress -> List.of("none").get(1)));
     }
   }
 
@@ -193,12 +225,10 @@ class ScriptedTest {
       assertEquals("Bearer secret", server.headers.get(authorization));
       // Stubs of the caller's own get them too.
       server.headers = new Metadata();
-      var warm = WarmRequest.newBuilder().setText(REQUEST.getText()).build();
-      CacheServiceGrpc.newBlockingStub(client.channel()).warm(warm);
+      CacheServiceGrpc.newBlockingStub(client.channel()).warm(WARM).forEachRemaining(event -> {});
       assertEquals(PrefixKey.of(REQUEST).orElseThrow(), server.headers.get(prefixKey));
       assertEquals("Bearer secret", server.headers.get(authorization));
-      var everything = EvictRequest.newBuilder().setAll(true).build();
-      CacheServiceGrpc.newBlockingStub(client.channel()).evict(everything);
+      client.getServer();
       assertNull(server.headers.get(prefixKey));
     }
   }

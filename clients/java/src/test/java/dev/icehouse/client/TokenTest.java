@@ -4,6 +4,7 @@ import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 
 import dev.icehouse.v1.GenerateRequest;
+import dev.icehouse.v1.Prompt;
 import io.grpc.CallOptions;
 import io.grpc.Channel;
 import io.grpc.ClientCall;
@@ -26,7 +27,8 @@ import org.junit.jupiter.api.Timeout;
 /** What a call carries beside its request: tokens, metadata of its own, what interceptors add. */
 @Timeout(60)
 class TokenTest {
-  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setText("Once upon a time").build();
+  private static final Prompt PROMPT = Prompt.newBuilder().setText("Once upon a time").build();
+  private static final GenerateRequest REQUEST = GenerateRequest.newBuilder().setPrompt(PROMPT).build();
   private static final Metadata.Key<String> AUTHORIZATION =
       Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
 
