@@ -32,14 +32,16 @@ EXPECTED = {
     "InferenceService/Generate": '"text"',
     "InferenceService/Stream": '"finished"',
     "InferenceService/Tokenize": '"Hello"',
-    "InferenceService/CacheStats": '"engine"',
-    "CacheService/Warm": '"request_id"',
+    "InferenceService/CacheStats": '"cache"',
+    "CacheService/Warm": '"done"',
     "CacheService/Explain": "REUSE_LIMIT_DIVERGED",
     "CacheService/Pin": '"block_count": 1',
     "CacheService/Unpin": '"block_count": 1',
     "CacheService/Evict": '"ram_block_count": "1"',
     "CacheService/Verify": '"duration"',
-    "CacheService/WatchStats": '"stats"',
+    "CacheService/EvictAll": '"done"',
+    "ServerService/GetStats": '"engine"',
+    "ServerService/WatchStats": '"stats"',
     "ModelService/ListModels": '"name": "poetry"',
     "EmbeddingService/Embed": '"values"',
     "RerankService/Rerank": '"log_odds"',
@@ -59,7 +61,7 @@ EXPECTED_TOO = {
 
 # grpcurl's exit code when -max-time ended the call; a stream without an end has no other way to end.
 DEADLINE_EXIT_CODE = 64 + 4
-ENDLESS = "CacheService/WatchStats"
+ENDLESS = "ServerService/WatchStats"
 
 GENERATE = "icehouse.v1.InferenceService/Generate"
 
@@ -67,38 +69,69 @@ GENERATE = "icehouse.v1.InferenceService/Generate"
 # keeps only the last of a oneof, so the server never sees both (tests/unit/rpc sends them over the wire).
 WRONG: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("no prompt", {}, "InvalidArgument", "PROMPT_MISSING"),
-    ("empty prompt", {"text": ""}, "InvalidArgument", "PROMPT_EMPTY"),
-    ("negative length", {"text": "a", "max_output_tokens": -1}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
-    ("cold", {"text": "a", "sampling": {"temperature": -1}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
-    ("NaN", {"text": "a", "sampling": {"temperature": "NaN"}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
-    ("no drafter", {"text": "a", "speculation": {}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
-    ("too many outputs", {"text": "a", "completions": 1000}, "InvalidArgument", "completions"),
-    ("too much told", {"text": "a", "logprobs": {"top_count": 21}}, "InvalidArgument", "logprobs.top_count"),
+    ("empty prompt", {"prompt": {"text": ""}}, "InvalidArgument", "PROMPT_EMPTY"),
+    (
+        "negative length",
+        {"prompt": {"text": "a"}, "max_output_tokens": -1},
+        "InvalidArgument",
+        "PARAMETER_OUT_OF_RANGE",
+    ),
+    (
+        "cold",
+        {"prompt": {"text": "a"}, "sampling": {"temperature": -1}},
+        "InvalidArgument",
+        "PARAMETER_OUT_OF_RANGE",
+    ),
+    (
+        "NaN",
+        {"prompt": {"text": "a"}, "sampling": {"temperature": "NaN"}},
+        "InvalidArgument",
+        "PARAMETER_OUT_OF_RANGE",
+    ),
+    ("no drafter", {"prompt": {"text": "a"}, "speculation": {}}, "InvalidArgument", "PARAMETER_OUT_OF_RANGE"),
+    ("too many outputs", {"prompt": {"text": "a"}, "completions": 1000}, "InvalidArgument", "completions"),
+    (
+        "too much told",
+        {"prompt": {"text": "a"}, "logprobs": {"top_count": 21}},
+        "InvalidArgument",
+        "logprobs.top_count",
+    ),
     (
         "no schema",
-        {"text": "a", "response_format": {"json_schema": "{"}},
+        {"prompt": {"text": "a"}, "response_format": {"json_schema": "{"}},
         "InvalidArgument",
         "FORMAT_INVALID",
     ),
     (
         "wrong schema",
-        {"text": "a", "response_format": {"json_schema": '{"properties":{"a":{"type":"strin"}}}'}},
+        {
+            "prompt": {"text": "a"},
+            "response_format": {"json_schema": '{"properties":{"a":{"type":"strin"}}}'},
+        },
         "InvalidArgument",
         "/properties/a",
     ),
-    ("unknown adapter", {"text": "a", "adapter": "prose"}, "NotFound", "ADAPTER_NOT_FOUND"),
-    ("unknown model", {"text": "a", "model": "none"}, "NotFound", "MODEL_NOT_FOUND"),
-    ("token outside", {"tokens": {"ids": [1 << 30]}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
-    ("too long", {"tokens": {"ids": [5] * 40_000}}, "InvalidArgument", "PROMPT_TOO_LONG"),
-    ("empty chat", {"chat": {"messages": []}}, "InvalidArgument", "CHAT_INVALID"),
-    ("tools beside text", {"text": "a", "tools": [{"name": "f"}]}, "InvalidArgument", "TOOL_INVALID"),
+    ("unknown adapter", {"prompt": {"text": "a", "adapter": "prose"}}, "NotFound", "ADAPTER_NOT_FOUND"),
+    ("unknown model", {"prompt": {"text": "a"}, "model": "none"}, "NotFound", "MODEL_NOT_FOUND"),
+    ("token outside", {"prompt": {"tokens": {"ids": [1 << 30]}}}, "InvalidArgument", "TOKEN_OUT_OF_RANGE"),
+    ("too long", {"prompt": {"tokens": {"ids": [5] * 40_000}}}, "InvalidArgument", "PROMPT_TOO_LONG"),
+    ("empty chat", {"prompt": {"chat": {"messages": []}}}, "InvalidArgument", "CHAT_INVALID"),
+    (
+        "tools beside text",
+        {"prompt": {"text": "a", "tools": [{"name": "f"}]}},
+        "InvalidArgument",
+        "TOOL_INVALID",
+    ),
     (
         "unknown tool",
-        {"chat": {"messages": [{"role": "user", "content": "a"}]}, "tool_choice": {"mode": 4, "name": "f"}},
+        {
+            "prompt": {"chat": {"messages": [{"role": "ROLE_USER", "content": "a"}]}},
+            "tool_choice": {"mode": 4, "name": "f"},
+        },
         "InvalidArgument",
         "TOOL_CHOICE_INVALID",
     ),
-    ("100 MB", {"text": "a" * 100_000_000}, "ResourceExhausted", ""),
+    ("100 MB", {"prompt": {"text": "a" * 100_000_000}}, "ResourceExhausted", ""),
 )
 
 
@@ -158,7 +191,7 @@ class Smoke:
 
     def still_alive(self) -> None:
         """After all of it the server answers."""
-        done = self._call({"text": "The capital of France is", "max_output_tokens": 4})
+        done = self._call({"prompt": {"text": "The capital of France is"}, "max_output_tokens": 4})
         self._check("the server lives on", done.returncode == 0 and '"text"' in done.stdout, done.stderr)
 
     def _call(self, request: dict[str, object]) -> subprocess.CompletedProcess[str]:

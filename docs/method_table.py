@@ -19,6 +19,10 @@ share shrinks under load. Health checks have eight places for each connection. S
 of their own ("at once"). What is "charged" counts against a tenant's tokens per minute, if these are limited.
 A call without a deadline ends with `DEADLINE_EXCEEDED` after the time under "ends after".
 
+Presence in requests and answers: a scalar field is `optional` where its zero is a legal value that differs
+from leaving the field out, such as `sampling.seed`. Everywhere else zero, false or empty means the default.
+Lists come in pages: a `page_size` above the maximum is lowered to it.
+
 | method | who | places | at once | done on | charged | request | arrives within | ends after |
 |---|---|---|---|---|---|---|---|---|
 {rows}

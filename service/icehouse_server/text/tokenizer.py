@@ -133,7 +133,7 @@ class Tokenizer:
             raise InvalidRequest(
                 Reason.CHAT_TEMPLATE_MISSING,
                 "this model has no chat template; send `text` or `tokens` instead of `chat`",
-                field="chat",
+                field="prompt.chat",
             )
         with self._template_lock:
             return self._renderer.render(conversation)

@@ -121,7 +121,7 @@ def spans_of(
             Reason.CHAT_INVALID,
             f"the prompt has {len(places)} image tokens and its images have {wanted}; texts must not contain "
             "the model's own marks of images",
-            field="chat",
+            field="prompt.chat",
             metadata={"image_tokens": len(places), "expected_image_tokens": wanted},
         )
     spans, first = [], 0
@@ -129,7 +129,7 @@ def spans_of(
         last = first + image.feature_count
         spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
         first = last
-    _check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="chat")
+    _check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="prompt.chat")
     return tuple(spans)
 
 

@@ -21,7 +21,7 @@ SAMPLING = {"temperature": 1.2, "seed": SEED, "repetition_penalty": 1.3, "ignore
 
 
 def asked(**fields: Any) -> messages.GenerateRequest:
-    whole = {"tokens": {"ids": PROMPT}, "max_output_tokens": 12, "sampling": SAMPLING, **fields}
+    whole = {"prompt": {"tokens": {"ids": PROMPT}}, "max_output_tokens": 12, "sampling": SAMPLING, **fields}
     return ParseDict(whole, messages.GenerateRequest())
 
 

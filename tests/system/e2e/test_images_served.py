@@ -133,7 +133,7 @@ async def test_a_picture_of_rows_is_counted_with_the_words_between_them(tmp_path
     # Four rows of five, and three breaks.
     assert (cold.usage.prompt_tokens, cold.usage.image_tokens) == (prompt_count, 4 * 5 + 3)
     assert (cold.usage.cached_tokens, warm.usage.ram_tokens) == (0, prompt_count - 1)
-    assert (told.reason, told.field) == ("CHAT_INVALID", "chat")
+    assert (told.reason, told.field) == ("CHAT_INVALID", "prompt.chat")
 
 
 async def test_an_image_is_itself_wherever_it_comes_from(folder: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_prompt_that_ends_in_an_image_that_is_seen_whole_is_refused(folder: Pa
     assert spans_of([1, 7, 7], [dataclasses.replace(whole, is_seen_whole=False)], image_token_id=7)
     with pytest.raises(InvalidRequest, match="ends with an image; for this model text must follow") as caught:
         spans_of([1, 7, 7], [whole], image_token_id=7)
-    assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "chat")
+    assert (caught.value.reason, caught.value.field) == (Reason.CHAT_INVALID, "prompt.chat")
 
 
 @pytest.fixture(scope="module", params=["pixtral", "mistral3"])

@@ -14,7 +14,7 @@ from icehouse_server.rpc.image_sources import image_fetcher
 from icehouse_server.rpc.image_sources.image_address import FileAddress
 from icehouse_server.rpc.image_sources.image_fetcher import read_file
 
-FIELD = "chat.messages[0].parts[0].image.uri"
+FIELD = "prompt.chat.messages[0].parts[0].image.uri"
 LIMIT = 100
 
 

@@ -9,7 +9,7 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.image_sources.image_address import FileAddress, SourceRules, WebAddress, is_public
 
-FIELD = "chat.messages[0].parts[0].image.uri"
+FIELD = "prompt.chat.messages[0].parts[0].image.uri"
 RULES = SourceRules.of(
     ServerConfig(
         image_folders="/srv/pictures,/srv/pictures/small,/data",

@@ -17,7 +17,7 @@ from icehouse_server.rpc.image_sources.web_reader import FetchAbort, Resolve, We
 from tests.fixtures.rpc.authority import Authority
 from tests.fixtures.web_host import WebHost, answer, web_host
 
-FIELD = "chat.messages[0].parts[0].image.uri"
+FIELD = "prompt.chat.messages[0].parts[0].image.uri"
 LIMIT = 1000
 BODY = b"picture"
 NAMES: dict[str, Sequence[str]] = {
