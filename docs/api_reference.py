@@ -189,7 +189,8 @@ def _cell(comment: str) -> str:
 _NOTE = "`make gen` writes these pages from the comments of `protos/`."
 _NOTE_OF_FILE = "`make gen` writes this page from `protos/{}`."
 _HOW_TO_READ = (
-    "Package `icehouse.v1`. A field that is not `optional`, not a message and not `repeated` counts as "
-    "absent when it is zero or empty. See also calls with grpcurl ([Every call by hand](../grpcurl.md)), "
-    "refusals ([Reasons](../errors.md)), and each method's limits and deadlines ([Methods](../methods.md))."
+    "Package `icehouse.v1`. A scalar field is `optional` where its zero is a legal value that differs from "
+    "leaving the field out; everywhere else zero, false or empty means the default. See also calls with "
+    "grpcurl ([Every call by hand](../grpcurl.md)), refusals ([Reasons](../errors.md)), and each method's "
+    "limits and deadlines ([Methods](../methods.md))."
 )

@@ -71,7 +71,7 @@ def test_the_edge_itself_is_not_trusted_without_its_authority(fleet: Fleet) -> N
 
 
 def test_plain_http_users_post_json(fleet: Fleet) -> None:
-    body = json.dumps({"tokens": {"ids": prompt(2)}, "max_output_tokens": 5}).encode()
+    body = json.dumps({"prompt": {"tokens": {"ids": prompt(2)}}, "max_output_tokens": 5}).encode()
     status, _, answer = fleet.envoy.http(_GENERATE, body=body, headers={"content-type": "application/json"})
     found = json.loads(answer)
     with fleet.client() as client:
@@ -98,7 +98,7 @@ def test_vectors_and_rankings_come_as_json_too(fleet: Fleet) -> None:
 
 
 def test_a_stream_as_json_is_one_server_sent_event_for_each_message(fleet: Fleet) -> None:
-    body = json.dumps({"tokens": {"ids": prompt(2)}, "max_output_tokens": 5}).encode()
+    body = json.dumps({"prompt": {"tokens": {"ids": prompt(2)}}, "max_output_tokens": 5}).encode()
     path = "/icehouse.v1.InferenceService/Stream"
     status, headers, answer = fleet.envoy.http(path, body=body, headers={"content-type": "application/json"})
     *events, rest = answer.decode().split("\n\n")
@@ -109,7 +109,7 @@ def test_a_stream_as_json_is_one_server_sent_event_for_each_message(fleet: Fleet
 
 
 def test_the_cache_is_commanded_in_json_too(fleet: Fleet) -> None:
-    asked = json.dumps({"tokens": {"ids": prompt(4)}}).encode()
+    asked = json.dumps({"prompt": {"tokens": {"ids": prompt(4)}}}).encode()
     headers = {"content-type": "application/json", "icehouse-prefix-key": "4"}
     warmed, _, _ = fleet.envoy.http("/icehouse.v1.CacheService/Warm", body=asked, headers=headers)
     status, _, answer = fleet.envoy.http("/icehouse.v1.CacheService/Explain", body=asked, headers=headers)
@@ -130,7 +130,7 @@ def test_json_reaches_every_service(fleet: Fleet) -> None:
 
 
 def test_json_users_are_told_what_is_wrong(fleet: Fleet) -> None:
-    body = json.dumps({"text": "Hi", "sampling": {"temperature": -1}}).encode()
+    body = json.dumps({"prompt": {"text": "Hi"}, "sampling": {"temperature": -1}}).encode()
     status, _, answer = fleet.envoy.http(_GENERATE, body=body, headers={"content-type": "application/json"})
     found = json.loads(answer)
     assert status == 400 and "sampling.temperature" in found["message"]
@@ -179,7 +179,7 @@ def test_prompts_that_begin_alike_meet_in_one_cache(fleet: Fleet) -> None:
     assert min(fleet.served_counts()) > 0, "one replica did all the work"
 
 
-def test_orders_to_the_cache_meet_their_prompts(fleet: Fleet) -> None:
+def test_commands_about_the_cache_meet_their_prompts(fleet: Fleet) -> None:
     prompts = [prompt(number, token_count=256 + 3) for number in range(40, 56)]
     with fleet.client() as client:
         warmed = [client.cache.warm(tokens) for tokens in prompts]

@@ -56,7 +56,7 @@ _ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
 _KILL_SHARE = 0.35
 """Of the ends of a process that nobody ordered; the power goes in the others."""
 PIECES_SEED = 2_000_000
-"""From here on orders to evict come in pieces, as EvictWithProgress gives them."""
+"""From here on commands to evict come in slices, as Evict sends them."""
 IMAGES_SEED = 3_000_000
 """From here on prompts have images in them."""
 NAMES_SEED = 4_000_000

@@ -222,9 +222,9 @@ def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_s
         if len(spelling) != 1:
             refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
         if spelling[0] >= vocabulary_size:
-            refuse_value(field, f"the token {spelling[0]}", "spelled by one token of the model")
+            refuse_value(field, spelling[0], f"spelled by a token below {vocabulary_size}")
     if positive == negative:
-        refuse_value("negative_answer", "the positive one too", "another token than the positive answer")
+        refuse_value("negative_answer", negative[0], "another token than the positive answer")
     return positive[0], negative[0]
 
 

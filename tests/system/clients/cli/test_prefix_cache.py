@@ -57,6 +57,7 @@ async def test_a_prompt_is_text_a_turn_a_conversation_or_tokens(
         ["Hi", "--system", "x"],
         ["--messages", str(file)],
         ["--tokens", "1, 2 3"],
+        ["a", "--suffix", "b"],
     ):
         result = await invoke("explain", *given, "--address", served.server.address)
         assert result.exit_code == 0, result.output
@@ -66,6 +67,7 @@ async def test_a_prompt_is_text_a_turn_a_conversation_or_tokens(
         tuple(b"system:x;user:Hi;"),
         tuple(b"system:a;user:b;"),
         (1, 2, 3),
+        (256, *b"a", 257, *b"b", 258),
     ]
 
 

@@ -15,7 +15,7 @@ from icehouse_client.cli.console import AsJson, bar, confirm, out, printable, sh
 from icehouse_client.cli.figures import duration_text, size_text
 from icehouse_client.cli.generate import cost_text
 from icehouse_client.cli.option_groups import with_groups
-from icehouse_client.cli.prompt import GivenPrompt, prompt_of
+from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
 from icehouse_client.results import reuse_limit_name, seconds, usage_from
 
 _WIDTH_LIMIT = 72
@@ -39,16 +39,16 @@ _about_a_prompt = with_groups(server=server_of, prompt=prompt_of)
 
 
 @_about_a_prompt
-def explain(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+def explain(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
     """Show what the server would reuse of a prompt, why not more, and how soon the first token would come."""
-    found = server.client.cache.explain(prompt.read(), **prompt.options)
+    found = server.client.cache.explain(prompt.read(suffix), **prompt.options)
     show(found, explanation(found, width=out.width), as_json=as_json)
 
 
 @_about_a_prompt
-def warm(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+def warm(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
     """Have the server compute a prompt and keep it, without an answer."""
-    asked = prompt.read()
+    asked = prompt.read(suffix)
     with bar("computing the prompt", MofNCompleteColumn()) as advance:
         done = server.client.cache.warm(
             asked,
@@ -59,16 +59,16 @@ def warm(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
 
 
 @_about_a_prompt
-def pin(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+def pin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
     """Keep a prompt's cached blocks from being evicted by policy."""
-    done = server.client.cache.pin(prompt.read(), **prompt.options)
+    done = server.client.cache.pin(prompt.read(suffix), **prompt.options)
     show(done, f"pinned: {_blocks(done)}", as_json=as_json)
 
 
 @_about_a_prompt
-def unpin(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
+def unpin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
     """Take the pins of a prompt's blocks off."""
-    done = server.client.cache.unpin(prompt.read(), **prompt.options)
+    done = server.client.cache.unpin(prompt.read(suffix), **prompt.options)
     show(done, f"unpinned: {_blocks(done)}", as_json=as_json)
 
 
@@ -76,6 +76,7 @@ def unpin(prompt: GivenPrompt, server: Server, as_json: AsJson = False) -> None:
 def evict(
     prompt: GivenPrompt,
     server: Server,
+    suffix: Suffix = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Everything, of every tenant; for operators.")
     ] = False,
@@ -83,11 +84,11 @@ def evict(
     as_json: AsJson = False,
 ) -> None:
     """Remove a prompt's cached blocks from RAM and SSD, pinned ones too."""
-    if everything and prompt.prompt is not None:
+    if everything and (prompt.prompt, suffix) != (None, None):
         raise typer.BadParameter("--all removes everything; leave it out to remove one prompt")
     if everything and not yes:
         confirm(f"Remove everything that {server.address} has cached?")
-    asked = None if everything else prompt.read()
+    asked = None if everything else prompt.read(suffix)
     cache = server.client.cache
     order = cache.evict_all if asked is None else functools.partial(cache.evict, asked, **prompt.options)
     with bar("removing blocks", MofNCompleteColumn()) as advance:
