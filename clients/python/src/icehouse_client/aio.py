@@ -32,7 +32,7 @@ from icehouse_client.message_dicts import Turn, check_is_chat
 from icehouse_client.output_types import typed_options
 from icehouse_client.readiness import ReadinessWait
 from icehouse_client.requests import (
-    DEFAULT_ORDER_TIMEOUT_S,
+    DEFAULT_COMMAND_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Options,
     Prompt,
@@ -58,7 +58,7 @@ class AsyncClient:
         address: str = "localhost:50051",
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
+        command_timeout_s: float | None = DEFAULT_COMMAND_TIMEOUT_S,
         retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
@@ -66,7 +66,7 @@ class AsyncClient:
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
-        self._order_timeout_s = order_timeout_s
+        self._command_timeout_s = command_timeout_s
         self._calls = AsyncCalls(BearerToken(security.token))
         self._channel = _open_channel(
             address, security, watches_health=watches_health, interceptors=interceptors
@@ -78,7 +78,7 @@ class AsyncClient:
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
         # Its types know no methods.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        times = CacheTimeouts(timeout_s, order_timeout_s)
+        times = CacheTimeouts(timeout_s, command_timeout_s)
         self.cache = AsyncCacheClient(self._channel, self._calls, times)
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
@@ -98,7 +98,7 @@ class AsyncClient:
         """As `Client.with_metadata`."""
         view = copy.copy(self)
         view._calls = self._calls.with_metadata(tuple(metadata.items()))
-        times = CacheTimeouts(self._timeout_s, self._order_timeout_s)
+        times = CacheTimeouts(self._timeout_s, self._command_timeout_s)
         view.cache = AsyncCacheClient(self._channel, view._calls, times)
         return view
 

@@ -21,7 +21,7 @@ from icehouse_client.errors import IcehouseClientError
 from icehouse_client.logprobs import TokenLogprobs, TopLogprob
 from icehouse_client.output_types import schema_of
 from icehouse_client.requests import (
-    DEFAULT_ORDER_TIMEOUT_S,
+    DEFAULT_COMMAND_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Options,
     Prompt,
@@ -43,7 +43,7 @@ __all__ = [
     "Client",
     "Completion",
     "Conversation",
-    "DEFAULT_ORDER_TIMEOUT_S",
+    "DEFAULT_COMMAND_TIMEOUT_S",
     "DEFAULT_TIMEOUT_S",
     "EmbedOptions",
     "Embeddings",

@@ -126,7 +126,7 @@ class CacheClient:
         on_progress: Callable[[Any], object] | None,
     ) -> Any:
         """Return what a stream of progress ends with."""
-        timeout_s = self._times.long(options, is_watched=on_progress is not None)
+        timeout_s = self._times.long(options)
         call = self._calls.stream(method, request, timeout_s)
         result = None
         with translated(), ending(call):
@@ -209,7 +209,7 @@ class AsyncCacheClient:
         on_progress: Callable[[Any], object] | None,
     ) -> Any:
         """Return what a stream of progress ends with."""
-        timeout_s = self._times.long(options, is_watched=on_progress is not None)
+        timeout_s = self._times.long(options)
         call = self._calls.stream(method, request, timeout_s)
         result = None
         with translated(), ending(call):
@@ -225,19 +225,18 @@ class AsyncCacheClient:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheTimeouts:
-    """The deadlines of one connection's calls; those that may be long have `order_timeout_s`."""
+    """The deadlines of one connection's calls; those that may be long have `command_timeout_s`."""
 
     timeout_s: float | None
-    order_timeout_s: float | None
+    command_timeout_s: float | None
 
     def soon(self, options: PromptOptions) -> float | None:
         """Return the deadline of a call that is answered soon."""
         return options.get("timeout_s", self.timeout_s)
 
-    def long(self, options: TimedOptions, *, is_watched: bool) -> float | None:
-        """Return that of a call that may be long: none unless one is named, where its progress is watched."""
-        default_s = None if self.timeout_s is None or is_watched else self.order_timeout_s
-        return options.get("timeout_s", default_s)
+    def long(self, options: TimedOptions) -> float | None:
+        """Return that of a call that may be long."""
+        return options.get("timeout_s", None if self.timeout_s is None else self.command_timeout_s)
 
 
 @names_bad_texts

@@ -32,7 +32,7 @@ from icehouse_client.message_dicts import Turn, check_is_chat
 from icehouse_client.output_types import typed_options
 from icehouse_client.readiness import ReadinessWait
 from icehouse_client.requests import (
-    DEFAULT_ORDER_TIMEOUT_S,
+    DEFAULT_COMMAND_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Options,
     Prompt,
@@ -57,9 +57,8 @@ class Client:
     """A connection to one server; `address` is "host:port" or "unix:/path".
 
     `timeout_s` is the deadline of calls that name none; those that may be long (`cache.warm`, `evict`,
-    `evict_all`, `verify`) have `order_timeout_s` instead, and none where `on_progress` is given or
-    `timeout_s` is None. Every method raises
-    IcehouseClientError. A Generate that no server took is tried again as the published service config says,
+    `evict_all`, `verify`) have `command_timeout_s` instead, and none where `timeout_s` is None. Every method
+    raises IcehouseClientError. A Generate that no server took is tried again as the published service config says,
     streams never. `retry_limit`: how often `generate`, `chat`, `embed` and `rerank` are sent again where the
     server refuses them for now and says when (`RetryPolicy`).
     Set `watches_health` to False for servers that answer health checks with credentials only. `interceptors`
@@ -71,7 +70,7 @@ class Client:
         address: str = "localhost:50051",
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        order_timeout_s: float | None = DEFAULT_ORDER_TIMEOUT_S,
+        command_timeout_s: float | None = DEFAULT_COMMAND_TIMEOUT_S,
         retry_limit: int = 0,
         security: Security = NO_SECURITY,
         watches_health: bool = True,
@@ -79,7 +78,7 @@ class Client:
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
-        self._order_timeout_s = order_timeout_s
+        self._command_timeout_s = command_timeout_s
         self._calls = Calls(BearerToken(security.token))
         channel = open_channel(address, security, watches_health=watches_health)
         self._channel = grpc.intercept_channel(channel, *interceptors) if interceptors else channel
@@ -90,7 +89,7 @@ class Client:
         self._server = server_service_pb2_grpc.ServerServiceStub(self._channel)
         # Its types know no methods.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self.cache = CacheClient(self._channel, self._calls, CacheTimeouts(timeout_s, order_timeout_s))
+        self.cache = CacheClient(self._channel, self._calls, CacheTimeouts(timeout_s, command_timeout_s))
         """The server's prefix cache: warm, explain, pin, unpin, evict, verify."""
 
     def __enter__(self) -> Self:
@@ -112,7 +111,7 @@ class Client:
         """
         view = copy.copy(self)
         view._calls = self._calls.with_metadata(tuple(metadata.items()))
-        times = CacheTimeouts(self._timeout_s, self._order_timeout_s)
+        times = CacheTimeouts(self._timeout_s, self._command_timeout_s)
         view.cache = CacheClient(self._channel, view._calls, times)
         return view
 

@@ -23,7 +23,7 @@ from icehouse_client.tool_dicts import GivenTool, ToolChoice, choice_proto, tool
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
 
-DEFAULT_ORDER_TIMEOUT_S = 3600.0
+DEFAULT_COMMAND_TIMEOUT_S = 3600.0
 """The deadline of Warm, Evict, EvictAll and Verify that name none: a large disk takes its time."""
 
 Prompt = str | Sequence[Turn] | Sequence[int] | Infill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from typing import Any
 
@@ -67,9 +68,10 @@ def test_they_are_one_product_for_several_rows_and_their_own_for_one() -> None:
 def test_weights_are_in_memory_once() -> None:
     mlp = Mlp()
     mx.eval(mlp.parameters())
+    gc.collect()  # what other tests left is not freed meanwhile
     before = mx.get_active_memory()
-    JoinedLayers(mlp)
-    assert mx.get_active_memory() == before
+    joined = JoinedLayers(mlp)
+    assert len(joined) == 1 and mx.get_active_memory() <= before
 
 
 def test_a_layer_that_gets_another_input_computes_by_itself() -> None:
