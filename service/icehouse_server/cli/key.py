@@ -39,7 +39,7 @@ def change(
 ) -> None:
     """Have a new key open the cache instead of the configured one. Blocks stay as they are and readable."""
     from icehouse_server.bootstrap.encryption import encryption
-    from icehouse_server.storage.files import SystemFiles
+    from icehouse_server.storage.files import Files
     from icehouse_server.storage.local.directory.lock import take_lock
     from icehouse_server.storage.paths import StorePaths
 
@@ -55,7 +55,7 @@ def change(
             field="cache.key_file",
         )
     data_keys = encryption()
-    files, paths = SystemFiles(), StorePaths(str(cache.block_directory.absolute()))
+    files, paths = Files(), StorePaths(str(cache.block_directory.absolute()))
     try:
         lock = take_lock(files, paths)
         try:

@@ -20,7 +20,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.errors import Reason, StartError, StorageError
 from icehouse_server.storage.api import Inventory
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
@@ -304,7 +304,7 @@ def test_a_disk_that_hangs_at_the_start_does_not_stop_it(tmp_path: Path) -> None
 
 def test_a_directory_of_another_process_is_refused_at_the_start(tmp_path: Path) -> None:
     with StorageThread(tmp_path):
-        second = LocalTier(settings_for(tmp_path), files=SystemFiles(), clock=SystemClock(), post=print)
+        second = LocalTier(settings_for(tmp_path), files=Files(), clock=SystemClock(), post=print)
         with pytest.raises(StartError) as refused:
             second.start()
         assert refused.value.reason is Reason.STORE_LOCKED

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.clock import SystemClock
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore
 
 from tests.fixtures.models import tiny_model_dir
@@ -45,7 +45,7 @@ def test_stopped_in_the_middle_of_a_stream(
         assert server.wait() == 0
     assert has_finished or grace_s == 0
     assert "abandoned" not in (tmp_path / "1.log").read_text()
-    found, file_count = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).check(
+    found, file_count = OfflineStore(str(directory), files=Files(), clock=SystemClock()).check(
         progress=lambda count: None
     )
     assert found == [] and file_count >= 5

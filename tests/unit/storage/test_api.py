@@ -28,7 +28,7 @@ from icehouse_server.storage.api import (
     UnfitLayout,
     Verified,
 )
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.tier import LocalTier
 
@@ -99,7 +99,7 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return LocalTier(settings, files=SystemFiles(), clock=ManualClock(), post=post)
+            return LocalTier(settings, files=Files(), clock=ManualClock(), post=post)
 
         def in_memory(post) -> MemoryTier:
             return MemoryTier(

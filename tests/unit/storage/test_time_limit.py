@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.time_limit import in_time
 
 from tests.fixtures.storage.hanging import HangingFiles
@@ -47,7 +47,7 @@ def test_weights_are_hashed_without_what_a_hanging_disk_keeps_of_them(
     monkeypatch.setattr("icehouse_server.storage.time_limit.TIME_LIMIT_S", 0.01)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
-    book = DigestBook(str(tmp_path / "cache"), files=SystemFiles(), clock=SystemClock())
+    book = DigestBook(str(tmp_path / "cache"), files=Files(), clock=SystemClock())
     digest = book.digest(str(weights))
     book.save()
     files = HangingFiles({"open", "create"})

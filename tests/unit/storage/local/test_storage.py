@@ -22,7 +22,7 @@ from icehouse_server.storage.api import (
     StorageFailed,
     Verified,
 )
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.stats import note_damage
 from icehouse_server.storage.local.tier import LocalTier
@@ -324,7 +324,7 @@ def test_a_model_that_begins_cold_for_its_code_alone_is_told_which(tmp_path, the
 def test_real_threads(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     chain = make_chain(6)
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
@@ -347,7 +347,7 @@ def test_real_threads(tmp_path):
 def test_a_broken_invariant_is_told_once(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     block = make_block()

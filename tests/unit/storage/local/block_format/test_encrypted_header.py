@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import xxhash
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind, pack_tokens
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.encrypted_header import (
     FileKey,
@@ -26,7 +26,7 @@ from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
 from tests.unit.storage.local.block_format.test_file import head_of, write
 
-FILES = SystemFiles()
+FILES = Files()
 BLOCK = make_block(checkpoint=True, cipher=CIPHER)
 
 

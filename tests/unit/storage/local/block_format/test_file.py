@@ -22,7 +22,7 @@ from icehouse_server.domain.blocks import (
     block_hash,
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.damage import BlockFileError
 from icehouse_server.storage.local.block_format.facts import BlockFile
 from icehouse_server.storage.local.block_format.file import prepare_block, read_head, write_block
@@ -33,7 +33,7 @@ from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.ciphers import BOTH_WAYS
 
-FILES = SystemFiles()
+FILES = Files()
 
 
 def write(block: HostBlock, path, *, cipher: Cipher | None = None) -> BlockFile:

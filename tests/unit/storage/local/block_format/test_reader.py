@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from icehouse_server.storage.api import Loaded, Ticket
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.file import GROUP_BYTES
 from icehouse_server.storage.local.block_format.read_pace import ReadPace, ReadTurns
 from icehouse_server.storage.local.reader_pool import ReaderPool
@@ -102,7 +102,7 @@ def test_with_all_the_time_there_is_no_pause() -> None:
     assert reader.pauses == [], "nor afterwards one for what was read before"
 
 
-class SlowFiles(SystemFiles):
+class SlowFiles(Files):
     """Every read takes 10 ms of a clock that stands still otherwise."""
 
     def __init__(self, clock: ManualClock) -> None:
@@ -180,7 +180,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
     blocks = make_chain(3)
     reading, answered = threading.Event(), threading.Event()
 
-    class Files(SlowFiles):
+    class SignallingFiles(SlowFiles):
         def read_into(self, descriptor, buffers, *, offset):
             reading.set()
             return super().read_into(descriptor, buffers, offset=offset)
@@ -197,7 +197,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
         answers = Answers()
         # By this share a piece of 10 ms is followed by a pause of three hours.
         settings = {"share_beside_decode": 1e-6}
-        pool = pool_of(served, clock, answers, files=Files(clock), settings=settings)
+        pool = pool_of(served, clock, answers, files=SignallingFiles(clock), settings=settings)
         pool.leave_cores(to_decode=True)
         pool.submit(*plan(blocks))
         thread = threading.Thread(target=pool.run, daemon=True)

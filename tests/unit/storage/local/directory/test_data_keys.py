@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, keep_key, open_key, rewrap
 from icehouse_server.storage.paths import StorePaths
 
 from tests.fixtures.storage.faults import Crash, CrashingFiles
 
 MINE, YOURS, THEIRS = (bytes([number]) * 32 for number in (1, 2, 3))
-FILES = SystemFiles()
+FILES = Files()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.api import Failure
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.record import BlockRecord
@@ -42,7 +42,7 @@ def test_a_block_survives_a_reopen(tmp_path):
     assert again.report.clean
     for block in chain:
         descriptor = os.open(again.paths.block(FINGERPRINT, block.header.hash), os.O_RDONLY)
-        assert read_head(SystemFiles(), descriptor).header == block.header
+        assert read_head(Files(), descriptor).header == block.header
         os.close(descriptor)
 
 
@@ -57,7 +57,7 @@ def test_everything_is_private(tmp_path):
 
 def test_second_owner_is_told_the_first(tmp_path):
     first = open_store(tmp_path)
-    second = BlockStore(settings_for(tmp_path), files=SystemFiles(), clock=ManualClock())
+    second = BlockStore(settings_for(tmp_path), files=Files(), clock=ManualClock())
     with pytest.raises(StartError) as caught:
         second.lock()
     assert caught.value.reason is Reason.STORE_LOCKED
@@ -123,7 +123,7 @@ def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
         times = [record.last_used_time for record in served.take_inventory()]
         assert max(times) <= clock.wall()
         assert served.stats().ssd.age.p50_s >= 0
-    rows = OfflineStore(str(tmp_path), files=SystemFiles(), clock=clock).rows().records
+    rows = OfflineStore(str(tmp_path), files=Files(), clock=clock).rows().records
     assert max(row.last_used_time for row in rows) <= clock.wall()
 
 
