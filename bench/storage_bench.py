@@ -21,7 +21,7 @@ import numpy as np
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.file import prepare_block
+from icehouse_server.storage.local.block_format.block_file import prepare_block
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 

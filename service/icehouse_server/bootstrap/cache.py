@@ -24,7 +24,7 @@ from icehouse_server.storage.api import Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, encrypted_fingerprint
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.paths import StorePaths
 from icehouse_server.storage.settings import StorageSettings

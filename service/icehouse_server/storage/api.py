@@ -62,9 +62,9 @@ class Ticket(Generic[Result]):
     def is_pending(self) -> bool:
         return self.outcome is None
 
-    def settle(self, outcome: Result | Failure) -> None:
+    def finish(self, outcome: Result | Failure) -> None:
         """Write the outcome. The tier only."""
-        assert self.outcome is None, f"{self} is settled twice"
+        assert self.outcome is None, f"{self} is finished twice"
         self.outcome = outcome
 
 
@@ -96,20 +96,16 @@ class StoredBlock(Protocol):
     def pinned(self) -> bool: ...
 
 
-class TensorShape(Protocol):
-    """What a block says of one of its tensors."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One of a block's tensors, without its bytes."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str:
-        """As safetensors names it."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def size_bytes(self) -> int: ...
+    name: str
+    """Without its region."""
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    size_bytes: int
 
 
 class UnfitLayout(Exception):

@@ -105,14 +105,14 @@ def test_a_load_that_comes_on_is_waited_for(served: SteppedServer, monkeypatch: 
     reader = hang_a_load(served, "a")
     assert served.storage is not None
     pool = served.storage._readers
-    ((_, reading),) = pool._readings.items()
+    ((_, job),) = pool._jobs.items()
     for _ in range(3):
         pass_time(served, 2.8)
-        pool._note_progress(reading)
+        pool._note_progress(job)
         pass_time(served, 0.2)
     assert served.recorder.end_of("a") is None, "it came on all the time"
     pass_time(served, 2.5)
-    pool._note_progress(reading)
+    pool._note_progress(job)
     pass_time(served, 0.2)
     assert served.answer("a").cache.limit is ReuseLimit.LOAD_FAILED, "but it took too long altogether"
     reader.go_on()

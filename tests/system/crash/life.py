@@ -54,13 +54,13 @@ def _fill_after(room_bytes: int) -> None:
     left_bytes = room_bytes
     write, unlink = Files.write, Files.unlink
 
-    def limited_write(self: Files, descriptor: int, parts: Any, *, offset: int) -> int:
+    def limited_write(self: Files, descriptor: int, parts: Any, *, offset: int) -> None:
         nonlocal left_bytes
         wanted_bytes = sum(memoryview(part).nbytes for part in parts)
         if wanted_bytes > left_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left_bytes -= wanted_bytes
-        return write(self, descriptor, parts, offset=offset)
+        write(self, descriptor, parts, offset=offset)
 
     def counted_unlink(self: Files, path: str) -> None:
         nonlocal left_bytes

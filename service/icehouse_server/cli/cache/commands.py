@@ -30,7 +30,7 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = typer.Typer(
     name="cache",

@@ -439,5 +439,5 @@ class StorageLoop:
         """Post a ticket with its outcome, behind what left the disk before: a block of the same name may be
         there again, and the engine forgets blocks before it tells anybody that they are gone."""
         self._announce_gone()
-        ticket.settle(outcome)
+        ticket.finish(outcome)
         self._post(ticket)

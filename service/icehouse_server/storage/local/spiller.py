@@ -18,7 +18,7 @@ from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted, Ticket
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
-from icehouse_server.storage.local.block_format.file import PreparedBlock, prepare_block
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block
 from icehouse_server.storage.local.credit import Meter
 from icehouse_server.storage.local.directory.commit import Writing
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES

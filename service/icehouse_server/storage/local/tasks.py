@@ -7,8 +7,8 @@ from collections.abc import Generator
 
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.storage.api import Failure, Names, Purged, Verified
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.reader import verify_block
+from icehouse_server.storage.local.block_format.block_file import verify_block
+from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.stats import note_damage

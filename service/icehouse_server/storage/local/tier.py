@@ -38,7 +38,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.credit import Meters
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.encryption.facts import Cipher
+from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.loop import Call, StorageLoop
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
@@ -168,7 +168,7 @@ class LocalTier:
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
         if not self._meters.reads.try_take(1):
             return None
-        return self._readers.submit_heads(blocks)
+        return self._readers.submit_headers(blocks)
 
     def touch(self, blocks: Names) -> bool:
         is_taken = self._meters.orders.try_take(1)

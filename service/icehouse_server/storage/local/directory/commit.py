@@ -17,8 +17,8 @@ from concurrent.futures import Executor, Future
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.files import Files, remove
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.file import PreparedBlock, write_block
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
+from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.record import BlockRecord, record_of
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths

@@ -22,8 +22,7 @@ from sqlite_utils import Database
 
 from icehouse_server.domain.blocks import pack_tokens, unpack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.header import regions_to_json
+from icehouse_server.storage.local.block_format.header import BlockFile, regions_to_json
 from icehouse_server.storage.local.directory.migrations import check_objects, check_schema, migrations
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.paths import StorePaths

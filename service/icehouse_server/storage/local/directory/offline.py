@@ -19,17 +19,15 @@ from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.errors import NotFound, Reason, StorageError
 from icehouse_server.storage.files import FileInfo, Files, exists, opened, remove
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.file import read_head
-from icehouse_server.storage.local.block_format.reader import verify_block
+from icehouse_server.storage.local.block_format.block_file import read_head, verify_block
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.commit import remove_blocks
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.open import create_private
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Walk
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.encryption.facts import Cipher
+from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.paths import (
     PARTIAL_SUFFIX,
     StorePaths,

@@ -17,7 +17,7 @@ from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Walk, reconcile
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, Cipher
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.paths import StorePaths, parse_block_name
 from icehouse_server.storage.settings import CODE_DETAIL, StorageSettings
 

@@ -19,13 +19,12 @@ from icehouse_server.domain.blocks import LAYOUT_ABI, Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import FileInfo, Files, opened
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.file import read_head
+from icehouse_server.storage.local.block_format.block_file import read_head
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.commit import move_to_quarantine
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.record import BlockRecord, record_of
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, Cipher
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
 
 

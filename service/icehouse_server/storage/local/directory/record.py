@@ -10,7 +10,7 @@ import xxhash
 from icehouse_server.domain.blocks import LAYOUT_ABI, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.files import FileInfo
-from icehouse_server.storage.local.block_format.facts import BlockFile
+from icehouse_server.storage.local.block_format.header import BlockFile
 
 _FACTS = struct.Struct("<32s32s32s10qQ")
 

@@ -18,7 +18,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.files import Files, exists
-from icehouse_server.storage.local.block_format.file import PreparedBlock
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock
 from icehouse_server.storage.local.directory.commit import (
     Writing,
     begin_commit,
@@ -40,7 +40,7 @@ from icehouse_server.storage.local.directory.space import (
     Reclaim,
     Space,
 )
-from icehouse_server.storage.local.encryption.facts import Cipher
+from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
 from icehouse_server.storage.settings import StorageSettings
 

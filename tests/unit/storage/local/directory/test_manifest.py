@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.storage.local.block_format.facts import BlockFile, BlockOutline, FileRegion
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockOutline, FileRegion
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.record import BlockRecord, record_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.file import prepare_block, write_block
+from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.paths import StorePaths

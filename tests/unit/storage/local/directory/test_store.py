@@ -12,7 +12,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.file import PreparedBlock, prepare_block, read_head
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Reclaim, Space
