@@ -88,7 +88,7 @@ def test_space_counts_everything():
 def test_the_budget_turns_with_the_day():
     space = Space(limit_bytes=100, floor_bytes=0, daily_limit_bytes=50)
     assert space.budget_allows(50, now_time=5.0) and not space.budget_allows(51, now_time=5.0)
-    space.written_today_bytes = 40
+    space.note_written(40, now_time=5.0)
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)
     assert space.budget_allows(11, now_time=SECONDS_PER_DAY)
 

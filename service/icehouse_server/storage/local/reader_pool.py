@@ -200,7 +200,7 @@ class ReaderPool:
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """`pause` waits for so many seconds; the default ends early when the cores are free or the pool stops."""
+        """`pause` waits for so many seconds. The default ends early when the cores are free, or at `stop`."""
         self._settings = settings
         self._schedule = ReadSchedule()
         self._is_stopping = threading.Event()

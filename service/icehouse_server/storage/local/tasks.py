@@ -1,4 +1,4 @@
-"""Tasks: orders that may take long, done piece by piece. Each is a generator that ends with its result."""
+"""Tasks: orders that may take long, done piece by piece. Each is a generator that returns its result."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
     for start in range(0, len(stored), _PURGE_BATCH_COUNT):
         if start:
             yield
-        # As they are now: what was replaced meanwhile is removed too, what is gone is gone.
-        found = (store.index.get(name) for name in stored[start : start + _PURGE_BATCH_COUNT])
-        batch = [record for record in found if record is not None]
-        store.purge(batch)
+        # Looked up now: what was replaced meanwhile is removed too, what is gone is gone.
+        records = map(store.index.get, stored[start : start + _PURGE_BATCH_COUNT])
+        batch = [record for record in records if record is not None]
+        store.remove(batch)
+        store.tier.purged_block_total += len(batch)
         block_count += len(batch)
         size_bytes += sum(record.file_bytes for record in batch)
     return Purged(block_count, size_bytes)
@@ -40,27 +41,25 @@ def verify(store: BlockStore, names: Names | None) -> Generator[None, None, Veri
     for number, name in enumerate(wanted):
         if number:
             yield
-        # One that was evicted meanwhile has nothing left to verify.
         record = store.index.get(name)
         if record is None:
-            continue
+            continue  # it was evicted meanwhile
         store.last_verified = name
         failure = _verify(store, record)
         if failure is not None and failure.cause is Damage.MEMORY:
-            continue  # nothing was learned of it
+            continue  # the file may be whole
         checked_count += 1
         checked_bytes += record.file_bytes
         store.integrity.verified_block_total += 1
         if failure is not None:
             damaged.append(failure)
             note_damage(store.integrity, failure)
-            retire(store, failure)
+            store.retire(failure)
     return Verified(checked_count, checked_bytes, tuple(damaged))
 
 
 def list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names]:
-    """Name the stored blocks, in the order of their hashes and round again: those that were verified last
-    come last. One piece."""
+    """Return the stored names in the order of hashes, beginning behind the last one verified. One piece."""
     yield from ()
     hashes = sorted(record.hash for record in store.index)
     start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
@@ -68,12 +67,12 @@ def list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names
 
 
 def _verify(store: BlockStore, record: BlockRecord) -> Failure | None:
-    """Say what is wrong with a stored block."""
+    """Return what is wrong with a stored block."""
     path = store.paths.block(record.fingerprint, record.hash)
     try:
         file = verify_block(store.files, path, cipher=store.cipher)
         if not record.is_of(file):
-            # Replaced, and its row not made up for yet? Then it is now, and is as its file says.
+            # If it was replaced and its row could not be written, the row is written now.
             store.check_rows([record.hash])
             record = store.index.get(record.hash) or record
         if not (record.is_of(file) and store.manifest.holds(file)):
@@ -81,16 +80,3 @@ def _verify(store: BlockStore, record: BlockRecord) -> Failure | None:
     except BlockFileError as error:
         return Failure(error.damage, str(error), record.hash)
     return None
-
-
-def retire(store: BlockStore, failure: Failure) -> None:
-    """Take a block that could not be used out of the store. Raises `OSError` or `sqlite3.Error`."""
-    record = None if failure.hash is None else store.index.get(failure.hash)
-    if record is None or failure.cause is Damage.MEMORY:
-        return
-    if failure.cause is Damage.MISSING:
-        # Replaced meanwhile, it is there again, and is not to be forgotten by those who count.
-        if not store.has_file(record):
-            store.drop_missing(record.hash)
-    elif failure.header_checksum in (None, record.header_checksum):
-        store.quarantine(record.hash)

@@ -1,8 +1,8 @@
-"""Local tier: the cold tier on a disk of this machine, a thread that owns it and some that read.
+"""Local tier: the cold tier on a disk of this machine, with one thread that owns it and some that read.
 
 The engine's thread calls the methods; `post` is called on the storage and reader threads and
-must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count; a call
-that finds its queue full says so and leaves nothing behind.
+must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count. A call
+that finds its queue full returns so and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from icehouse_server.storage.api import (
     Verified,
 )
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.credit import Meters
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.loop import Call, StorageLoop
+from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
 from icehouse_server.storage.local.tasks import list_all, purge, verify
@@ -80,10 +80,14 @@ class LocalTier:
         self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._reader_thread_count = settings.reader_thread_count
-        self._meters = Meters.of(settings)
+        self._limits = QueueLimits(
+            spills=QueueLimit(settings.spill_queue_limit_bytes),
+            reads=QueueLimit(settings.load_queue_limit_count),
+            orders=QueueLimit(settings.task_queue_limit_count),
+        )
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
-        self._loop = StorageLoop(self._store, inbox=self._inbox, meters=self._meters, clock=clock, post=post)
+        self._loop = StorageLoop(self._store, inbox=self._inbox, limits=self._limits, clock=clock, post=post)
         self._readers = ReaderPool(
             settings, files=files, clock=clock, post=post, report=self._report_read, cipher=cipher
         )
@@ -149,32 +153,32 @@ class LocalTier:
 
     @property
     def room_bytes(self) -> int:
-        return self._meters.spills.room
+        return self._limits.spills.free
 
     def put(
         self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        is_taken = self._meters.spills.try_take(block.size_bytes + OVERHEAD_BYTES)
-        assert is_taken, f"No room for {block.size_bytes} bytes in the write queue"
+        is_reserved = self._limits.spills.try_reserve(block.size_bytes + OVERHEAD_BYTES)
+        assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
         ticket: Ticket[Persisted] = Ticket()
         self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
-        if not self._meters.reads.try_take(1):
+        if not self._limits.reads.try_reserve(1):
             return None
         return self._readers.submit(blocks, into)
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        if not self._meters.reads.try_take(1):
+        if not self._limits.reads.try_reserve(1):
             return None
         return self._readers.submit_headers(blocks)
 
     def touch(self, blocks: Names) -> bool:
-        is_taken = self._meters.orders.try_take(1)
-        if is_taken:
+        is_reserved = self._limits.orders.try_reserve(1)
+        if is_reserved:
             self._inbox.put(partial(self._loop.touch, blocks))
-        return is_taken
+        return is_reserved
 
     def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
         return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
@@ -183,10 +187,14 @@ class LocalTier:
         return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self._order(lambda ticket: self._loop.begin_check(ticket, verify(self._store, blocks)))
+        return self._order(
+            lambda ticket: self._loop.begin(ticket, verify(self._store, blocks), is_check=True)
+        )
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        return self._order(lambda ticket: self._loop.begin_check(ticket, list_all(self._store, block_limit)))
+        return self._order(
+            lambda ticket: self._loop.begin(ticket, list_all(self._store, block_limit), is_check=True)
+        )
 
     def stats(self) -> Ticket[CacheStats] | None:
         return self._order(self._loop.count)
@@ -218,7 +226,7 @@ class LocalTier:
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
         """Have the storage thread do something for a ticket; None when too much waits."""
-        if not self._meters.orders.try_take(1):
+        if not self._limits.orders.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
         self._inbox.put(partial(carry_out, ticket))

@@ -187,7 +187,7 @@ def test_credit_bounds_what_waits(tmp_path):
         assert served.storage.room_bytes == size_bytes
         served.storage.put(block)
         assert served.storage.room_bytes == 0
-        with pytest.raises(AssertionError, match="No room"):
+        with pytest.raises(AssertionError, match="No space"):
             served.storage.put(block)
         served.settle()
         assert served.storage.room_bytes == 2 * size_bytes

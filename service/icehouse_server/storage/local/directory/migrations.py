@@ -1,8 +1,8 @@
 """Migrations of the manifest, step by step, and the check that a manifest is what they make.
 
-A migration is never edited once released: add one. What a file brings along is run by SQLite as soon as
-a statement touches it (triggers, views, columns and checks that are computed), so nothing but our own
-tables and indices is let in, and that is looked at before anything else.
+A migration is never edited once released: add one. SQLite runs what a file contains (triggers, views,
+computed columns and checks) as soon as a statement touches it. So only our own tables and indices are
+accepted, and that is checked before anything else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 
 from sqlite_utils import Database, Migrations
-from sqlite_utils.db import Table
 
 from icehouse_server.storage.disk_error import ForeignManifest
 
@@ -21,12 +20,7 @@ migrations = Migrations("icehouse.manifest")
 @migrations()
 def create_tables(database: Database) -> None:
     """Create the first schema: small rows for the start, their bulky contents beside them."""
-    fingerprints = database["fingerprints"]
-    blocks = database["blocks"]
-    contents = database["block_contents"]
-    written = database["written_days"]
-    assert isinstance(fingerprints, Table) and isinstance(blocks, Table)
-    assert isinstance(contents, Table) and isinstance(written, Table)
+    fingerprints = database.table("fingerprints")
     fingerprints.create(
         {"id": int, "fingerprint": bytes, "details": str, "created_time": float},
         pk="id",
@@ -34,7 +28,7 @@ def create_tables(database: Database) -> None:
         strict=True,
     )
     fingerprints.create_index(["fingerprint"], unique=True)
-    blocks.create(
+    database.table("blocks").create(
         {
             "hash": bytes,
             "parent": bytes,
@@ -63,17 +57,19 @@ def create_tables(database: Database) -> None:
         foreign_keys=[("fingerprint_id", "fingerprints", "id")],
         strict=True,
     )
-    contents.create(
+    database.table("block_contents").create(
         {"hash": bytes, "token_ids": bytes, "extra": bytes, "regions": str},
         pk="hash",
         not_null={"token_ids", "extra", "regions"},
         strict=True,
     )
-    written.create({"day": int, "size_bytes": int}, pk="day", not_null={"size_bytes"}, strict=True)
+    database.table("written_days").create(
+        {"day": int, "size_bytes": int}, pk="day", not_null={"size_bytes"}, strict=True
+    )
 
 
 _MIGRATIONS_TABLE = "_sqlite_migrations"
-"""Of sqlite-utils, whose versions make it differently: its columns are not compared."""
+"""Of sqlite-utils, whose versions define it differently: its columns are not compared."""
 
 _Column = tuple[str, bool, bool]
 """Type, key, and whether it must be given."""
@@ -86,8 +82,8 @@ class _Schema:
     """What a manifest of this version is made of."""
 
     objects: dict[tuple[str, str, str], int]
-    """How many brackets open in the definition, by kind, name and table: whatever is computed in a
-    definition stands in brackets, or is as short as a comparison."""
+    """How many brackets open in the definition, by kind, name and table: computed columns and checks stand in
+    brackets, or are as short as a comparison."""
     columns: dict[str, dict[str, _Column]]
     indices: dict[str, dict[str, _Index]]
 
@@ -95,7 +91,7 @@ class _Schema:
 def check_objects(database: Database) -> None:
     """Raise `ForeignManifest` for a database in which there is anything but tables and indices of ours.
 
-    Reads its list of contents only, and so runs nothing of it.
+    Reads only its list of contents, and so runs nothing of it.
     """
     ours = _own_schema()
     tables = set()
@@ -140,7 +136,7 @@ def _own_schema() -> _Schema:
                 "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL"
             )
         }
-        # Older versions of sqlite-utils tell its key apart.
+        # Older versions of sqlite-utils write its key separately.
         objects["table", _MIGRATIONS_TABLE, _MIGRATIONS_TABLE] = 2
         tables = [name for kind, name, _ in objects if kind == "table" and name != _MIGRATIONS_TABLE]
         return _Schema(
@@ -160,7 +156,7 @@ def _columns(database: Database, table: str) -> dict[str, _Column]:
 
 
 def _indices(database: Database, table: str) -> dict[str, _Index]:
-    """Return the indices of a table that were made by name."""
+    """Return the indices of a table that were created by name."""
     made = database.execute(f"PRAGMA index_list({table})").fetchall()
     return {
         name: (
