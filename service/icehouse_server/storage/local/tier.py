@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -187,14 +187,10 @@ class LocalTier:
         return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self._order(
-            lambda ticket: self._loop.begin(ticket, verify(self._store, blocks), is_check=True)
-        )
+        return self._check(verify(self._store, blocks))
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        return self._order(
-            lambda ticket: self._loop.begin(ticket, list_all(self._store, block_limit), is_check=True)
-        )
+        return self._check(list_all(self._store, block_limit))
 
     def stats(self) -> Ticket[CacheStats] | None:
         return self._order(self._loop.count)
@@ -231,6 +227,9 @@ class LocalTier:
         ticket: Ticket[_Result] = Ticket()
         self._inbox.put(partial(carry_out, ticket))
         return ticket
+
+    def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
+        return self._order(lambda ticket: self._loop.begin(ticket, work, is_check=True))
 
     def _run_loop(self, locked: Future[None]) -> None:
         try:

@@ -112,6 +112,11 @@ class BlockStore:
         """Blocks whose file may differ from their row, because the disk refused to write the row."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether the manifest is open."""
+        return self._manifest is not None
+
+    @property
     def manifest(self) -> Manifest:
         """The open manifest."""
         assert self._manifest is not None, "The store is not open"
