@@ -22,13 +22,12 @@ from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.api import Outcome
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import StorePaths
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64

@@ -41,7 +41,7 @@ def change(
     from icehouse_server.bootstrap.encryption import encryption
     from icehouse_server.storage.files import Files
     from icehouse_server.storage.local.directory.lock import take_lock
-    from icehouse_server.storage.paths import StorePaths
+    from icehouse_server.storage.store_paths import StorePaths
 
     new_key = _new_key(new_key_file, new_key_command)
     flags = {"cache.directory": directory, "cache.key_file": key_file, "cache.key_command": key_command}

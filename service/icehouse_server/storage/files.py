@@ -17,13 +17,19 @@ import fcntl
 import logging
 import os
 import stat as stat_module
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
+Result = TypeVar("Result")
+
+TIME_LIMIT_S = 5.0
+"""For what a start does on a disk, before there is a storage thread."""
 
 _NOT_SUPPORTED = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 
@@ -320,6 +326,29 @@ def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
     with opened(files, path) as descriptor:
         got = files.read_into(descriptor, [memoryview(buffer)], offset=0)
     return buffer[:got].decode("utf-8", errors="replace")
+
+
+def in_time(action: Callable[[], Result], *, timeout_s: float | None = None) -> Result:
+    """Do something on a disk that may hang; return or raise what `action` does, or `TimeoutError`.
+
+    Nothing can end a thread that waits for a disk: it goes on, and its result is dropped.
+    """
+    limit_s = TIME_LIMIT_S if timeout_s is None else timeout_s
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(action())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="disk-action", daemon=True).start()
+    try:
+        return ended.result(limit_s)
+    except TimeoutError as error:
+        if ended.done():
+            raise
+        raise TimeoutError(f"the disk does not answer for {limit_s:g} s") from error
 
 
 def _info(name: str, info: os.stat_result) -> FileInfo:

@@ -31,7 +31,7 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Inventory, Outcome
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import Recorder
 from tests.fixtures.patience import BOUND_S

@@ -41,7 +41,7 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Outcome, StorageClosed
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner

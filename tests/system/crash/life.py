@@ -24,7 +24,7 @@ from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 GARBAGE = frozenset({Finding.PARTIAL, Finding.ADOPTABLE})
 """What a crash may leave: a file that was not committed, or one whose row was deleted first."""

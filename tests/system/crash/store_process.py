@@ -22,7 +22,7 @@ from icehouse_server.storage.local.directory.data_keys import find_key, open_key
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.directory.space import BALLAST_BYTES
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain

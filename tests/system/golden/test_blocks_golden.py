@@ -24,7 +24,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher, unwrap_key
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 FINGERPRINT = Fingerprint(bytes(range(32)))
 

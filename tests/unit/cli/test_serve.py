@@ -33,7 +33,7 @@ from icehouse_server.rpc.health import Health
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S

@@ -15,7 +15,7 @@ from icehouse_server.storage import files as files_module
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Space
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 FILES = Files()
 

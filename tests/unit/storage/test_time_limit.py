@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import Files
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.files import Files, in_time
 
 from tests.fixtures.storage.hanging import HangingFiles
 
@@ -44,7 +43,7 @@ def test_its_own_timeout_is_its_own() -> None:
 def test_weights_are_hashed_without_what_a_hanging_disk_keeps_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("icehouse_server.storage.time_limit.TIME_LIMIT_S", 0.01)
+    monkeypatch.setattr("icehouse_server.storage.files.TIME_LIMIT_S", 0.01)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     book = DigestBook(str(tmp_path / "cache"), files=Files(), clock=SystemClock())

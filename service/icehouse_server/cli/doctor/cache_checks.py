@@ -16,7 +16,7 @@ from icehouse_server.config import Config
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.own_server import OwnServer, find_own_server
 from icehouse_server.storage.files import Files, read_text
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 
 def check_disk(config: Config) -> Check:

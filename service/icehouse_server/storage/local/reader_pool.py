@@ -38,8 +38,8 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import open_block, read_block, read_header
 from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import StorePaths
 
 _RATE_WEIGHT = 0.3
 """Of each load in the moving average, however long it took: a slow one is outweighed by the next three."""

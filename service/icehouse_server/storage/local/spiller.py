@@ -23,7 +23,7 @@ from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BY
 from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore, Writing
 from icehouse_server.storage.local.queue_limit import QueueLimit
-from icehouse_server.storage.local.stats import StorageCounters
+from icehouse_server.storage.local.storage_stats import StorageCounters
 from icehouse_server.storage.local.store_state import StoreState
 
 

@@ -11,7 +11,7 @@ from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.stats import note_damage
+from icehouse_server.storage.local.storage_stats import note_damage
 
 _PURGE_BATCH_COUNT = 64
 

@@ -38,12 +38,12 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.local.loop import Call, StorageLoop
 from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
+from icehouse_server.storage.local.storage_loop import Call, StorageLoop
 from icehouse_server.storage.local.tasks import list_all, purge, verify
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 _log = logging.getLogger(__name__)
 

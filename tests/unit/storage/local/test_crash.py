@@ -12,7 +12,7 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.reconcile import Scan
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.ciphers import BOTH_WAYS

@@ -18,7 +18,7 @@ from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge

@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.storage.api import Evicted, Persisted
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.paths import PARTIAL_SUFFIX
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles

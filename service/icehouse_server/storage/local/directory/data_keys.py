@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from icehouse_server.storage.files import Files, exists, read_text, write_anew
 from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, unwrap_key, wrap_key
-from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import os
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.files import FileInfo, Files, distrust, read_text, write_anew
-from icehouse_server.storage.paths import StorePaths, is_folder_name, is_root_file_name
+from icehouse_server.storage.store_paths import StorePaths, is_folder_name, is_root_file_name
 
 _MARK_LIMIT_BYTES = 1 << 20
 

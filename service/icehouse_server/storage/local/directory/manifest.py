@@ -25,7 +25,7 @@ from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.local.block_format.header import BlockFile, regions_to_json
 from icehouse_server.storage.local.directory.migrations import check_objects, check_schema, migrations
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 _RENAMED = {"fingerprint": "fingerprint_id", "header_checksum": "header_xxh3"}
 _COLUMNS = [_RENAMED.get(field, field) for field in BlockRecord._fields]
@@ -44,6 +44,7 @@ _OPENING_LIMIT_STEPS = 10_000_000
 """Virtual machine steps that one statement may take while opening: about a second."""
 _COUNT_LIMIT = 1 << 62
 """No real count is larger. Sums with a count below this still fit SQLite's integers."""
+_RELATIVE = StorePaths("")
 _CHUNK = 500
 """Hashes per statement; SQLite's oldest limit on variables is 999."""
 
@@ -248,7 +249,7 @@ class Manifest:
             *record[14:17],
             int(record.pinned),
             record.depth,
-            StorePaths("").block(record.fingerprint, record.hash).removeprefix("/"),
+            _RELATIVE.block(record.fingerprint, record.hash).removeprefix("/"),
             f"{record.facts_checksum():016x}",
         )
 

@@ -27,9 +27,10 @@ from icehouse_server.storage.local.directory.open import create_private
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Scan
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.paths import (
+from icehouse_server.storage.store_paths import (
     PARTIAL_SUFFIX,
     StorePaths,
+    is_data_keys_name,
     is_folder_name,
     is_partial_name,
     parse_block_name,
@@ -222,7 +223,7 @@ class OfflineStore:
         after them: a row without a file is nothing, a file without a row is a block.
         """
         for info in self._list(self.paths.root):
-            if self.paths.is_data_keys_name(info.name):
+            if is_data_keys_name(info.name):
                 remove(self._files, f"{self.paths.root}/{info.name}")
         self._files.fsync_dir(self.paths.root)
         yield from self._drop_quarantine()

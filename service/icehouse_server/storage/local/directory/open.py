@@ -17,8 +17,8 @@ from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
-from icehouse_server.storage.paths import StorePaths, parse_block_name
-from icehouse_server.storage.settings import CODE_DETAIL, StorageSettings
+from icehouse_server.storage.storage_settings import CODE_DETAIL, StorageSettings
+from icehouse_server.storage.store_paths import StorePaths, parse_block_name
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from icehouse_server.storage.local.block_format.header import BlockFile, BlockFi
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.record import BlockRecord, record_of
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
-from icehouse_server.storage.paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
+from icehouse_server.storage.store_paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
 
 _BATCH_COUNT = 512
 """Discrepancies repaired in one transaction; bounds the memory when all files are adopted."""

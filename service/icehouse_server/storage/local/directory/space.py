@@ -13,7 +13,7 @@ import enum
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import DiskErrorKind, classify
 from icehouse_server.storage.files import Files, remove, size_at, write_anew
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 SECONDS_PER_DAY = 86_400
 

@@ -44,8 +44,8 @@ from icehouse_server.storage.local.directory.space import (
     day_of,
 )
 from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 _EVICTION_BATCH_COUNT = 8
 """Blocks evicted by one call, so that other work never waits long behind evictions."""

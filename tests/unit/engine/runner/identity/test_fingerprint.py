@@ -27,7 +27,7 @@ from icehouse_server.engine.runner.identity.fingerprint import (
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.settings import CODE_DETAIL
+from icehouse_server.storage.storage_settings import CODE_DETAIL
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.fake_engine import MODEL_INFO

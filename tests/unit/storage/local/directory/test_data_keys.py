@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key, restore_key, rewrap
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.faults import Crash, CrashingFiles
 

@@ -10,7 +10,7 @@ import pytest
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.storage_thread import StorageThread

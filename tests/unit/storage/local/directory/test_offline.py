@@ -15,7 +15,7 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory import data_keys
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.directory.reconcile import Finding
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.faults import Crash, CrashingFiles

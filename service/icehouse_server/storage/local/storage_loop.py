@@ -41,7 +41,7 @@ from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.queue_limit import QueueLimits
 from icehouse_server.storage.local.reader_pool import ReadReport
 from icehouse_server.storage.local.spiller import Spill, Spiller
-from icehouse_server.storage.local.stats import StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.local.storage_stats import StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.local.store_state import StoreState, StoreStatus
 
 _log = logging.getLogger(__name__)
