@@ -26,13 +26,13 @@ from icehouse_server.domain.blocks import BlockHeader, Damage
 from icehouse_server.storage.api import (
     AnyTicket,
     Failure,
-    KvPlace,
+    KvTarget,
+    LayoutMismatch,
     Loaded,
     LoadedBlock,
     Names,
     PlannedBlock,
     Ticket,
-    UnfitLayout,
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import open_block, read_block, read_header
@@ -166,7 +166,7 @@ class HeaderJob(ReadJob):
 class LoadJob(ReadJob):
     """One load. Each item of the lists is written by the one reader that has that block."""
 
-    def __init__(self, blocks: Sequence[PlannedBlock], target: KvPlace | None, *, now: float) -> None:
+    def __init__(self, blocks: Sequence[PlannedBlock], target: KvTarget | None, *, now: float) -> None:
         assert blocks, "A load asks for no block"
         super().__init__(now=now)
         self.blocks = blocks
@@ -220,7 +220,7 @@ class ReaderPool:
         self._progress_time = clock.monotonic()
         """When any reader last made progress with anything."""
 
-    def submit(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded]:
+    def submit(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded]:
         """Queue a load; the caller bounds the queue."""
         return self._submit(LoadJob(blocks, into, now=self._clock.monotonic()))
 
@@ -355,7 +355,7 @@ class ReaderPool:
                     job.read_bytes[index] = sum(map(file.region_bytes, planned.regions))
         except BlockFileError as error:
             failed = error.damage, str(error)
-        except UnfitLayout as error:
+        except LayoutMismatch as error:
             failed = Damage.LAYOUT, str(error)
         except MemoryError:
             failed = Damage.MEMORY, "No memory to read it into"

@@ -24,7 +24,7 @@ from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     STALL_LIMIT_S,
     AnyTicket,
-    KvPlace,
+    KvTarget,
     Loaded,
     Names,
     Outcome,
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _TICK_S = 1.0
-"""Longest wait for a message, so that recency is written and a broken disk is tried again."""
+"""Longest wait for a message, so that recency is written and a broken disk is retried."""
 _LOCK_TIMEOUT_S = 5.0
 _READERS_END_S = 1.0
 _LOOK_S = 0.1
@@ -59,10 +59,10 @@ class LocalTier:
     """A `ColdTier`: owns the storage thread, the readers and their queues.
 
     The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
-    `StorageFailed`. Without threads, `lock`, `open` and `step` do the same work on the caller's.
+    `StorageFailed`. Without `start`, `lock`, `open` and `step` do the same work on the caller's thread.
 
     A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
-    and `stall_s` say so, `abandon` gives up on a read, and nobody here waits without a bound.
+    and `stall_s` report that, `abandon` gives up on a read, and every wait here has a bound.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class LocalTier:
         )
 
     def lock(self) -> None:
-        """Make the directory this process's own; on the calling thread, without `start`.
+        """Make the directory this process's own.
 
         Raises `StartError` naming the owner when it has one already. A disk that refuses for
-        another reason does not stop the start: the tier begins with writes off and tries again.
+        another reason does not stop the start: the tier begins with writes off and retries.
         """
         try:
             self._store.lock()
@@ -125,15 +125,15 @@ class LocalTier:
             raise
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`; False when the storage thread hangs, or runs on for so
-        long. What readers are still at nobody waits for: they end with the process."""
+        """Wait for the threads to end after `close`; False when the storage thread hangs or takes longer.
+        Readers that take longer are not waited for: they end with the process."""
         end_time = self._clock.monotonic() + timeout_s
         for thread in self._threads:
             while thread.is_alive() and self._clock.monotonic() < end_time:
                 if self.stall_s >= STALL_LIMIT_S:
                     return False
                 thread.join(_LOOK_S)
-            # The storage thread is the first.
+            # The first is the storage thread; the others are readers.
             end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
         return not (self._threads and self._threads[0].is_alive())
 
@@ -152,7 +152,7 @@ class LocalTier:
         return self._loop.step() or has_read
 
     @property
-    def room_bytes(self) -> int:
+    def queue_space_bytes(self) -> int:
         return self._limits.spills.free
 
     def put(
@@ -164,7 +164,7 @@ class LocalTier:
         self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
         return ticket
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
         if not self._limits.reads.try_reserve(1):
             return None
         return self._readers.submit(blocks, into)
@@ -221,7 +221,7 @@ class LocalTier:
         self._inbox.put(partial(self._loop.count_read, report))
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
-        """Have the storage thread do something for a ticket; None when too much waits."""
+        """Have the storage thread do something for a ticket; None when too much is queued."""
         if not self._limits.orders.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
@@ -244,7 +244,7 @@ class LocalTier:
                 self._store.syncs.shutdown(wait=False)
 
     def _lock_first(self, locked: Future[None]) -> bool:
-        """Lock the directory and say so, or why not; to the log when the start did not wait so long."""
+        """Lock the directory and report the result to `start`, or to the log if it stopped waiting."""
         with self._loop.piece():
             try:
                 self.lock()
@@ -260,7 +260,7 @@ class LocalTier:
         return True
 
     def _run(self, body: Callable[[], None]) -> None:
-        """A thread's top: what escapes its loop is told once, and the other threads end too."""
+        """The top of each thread: an exception is reported once, and the other threads end too."""
         try:
             body()
         except Exception as error:

@@ -182,15 +182,15 @@ def test_credit_bounds_what_waits(tmp_path):
     block = make_block()
     size_bytes = block.size_bytes + OVERHEAD_BYTES
     with StorageThread(tmp_path, spill_queue_limit_bytes=2 * size_bytes) as served:
-        assert served.storage.room_bytes == 2 * size_bytes
+        assert served.storage.queue_space_bytes == 2 * size_bytes
         served.storage.put(block)
-        assert served.storage.room_bytes == size_bytes
+        assert served.storage.queue_space_bytes == size_bytes
         served.storage.put(block)
-        assert served.storage.room_bytes == 0
+        assert served.storage.queue_space_bytes == 0
         with pytest.raises(AssertionError, match="No space"):
             served.storage.put(block)
         served.settle()
-        assert served.storage.room_bytes == 2 * size_bytes
+        assert served.storage.queue_space_bytes == 2 * size_bytes
 
 
 def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):

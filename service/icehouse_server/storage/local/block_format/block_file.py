@@ -36,7 +36,7 @@ from icehouse_server.domain.blocks import (
     block_hash,
 )
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.api import KvPlace, LoadedBlock, PlannedBlock, TensorShape
+from icehouse_server.storage.api import KvTarget, LoadedBlock, PlannedBlock, TensorShape
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.encrypted_header import (
@@ -190,14 +190,14 @@ def read_block(
     descriptor: int,
     file: BlockFile,
     planned: PlannedBlock,
-    target: KvPlace | None,
+    target: KvTarget | None,
     *,
     before_read: Callable[[], None],
 ) -> LoadedBlock:
     """Read and verify the wanted regions of an open block; kv goes to `target`, if there is one.
     `before_read` is called before each group of bytes.
 
-    Raises `BlockFileError` or `UnfitLayout`; the target then holds bytes that must not be used.
+    Raises `BlockFileError` or `LayoutMismatch`; the target then holds bytes that must not be used.
     """
     loaded = []
     for region in file.regions:
