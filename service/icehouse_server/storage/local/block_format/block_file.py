@@ -10,7 +10,7 @@ Trust: the header's first value is the xxh3 of the whole header with that value 
 so every changed bit of the header is seen; each region carries the xxh3 of its bytes; the
 block's hash is computed again from its parent and token ids. All of it is checked before a
 byte is used. `__metadata__` begins so in every layout ABI, so that other ABIs can be told
-from damage. With a cipher the regions are encrypted and the head is an `encrypted_header`.
+from damage. With a cipher the regions and most of the head are encrypted.
 
 Any thread may call these functions. Bytes are hashed in file order right before each write and right
 behind each read, while they are in the CPU's cache.
@@ -39,12 +39,6 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import KvTarget, LoadedBlock, PlannedBlock, TensorShape
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.encrypted_header import (
-    encode_encrypted_header,
-    file_cipher_of,
-    is_encrypted_header,
-    parse_encrypted_header,
-)
 from icehouse_server.storage.local.block_format.header import (
     DTYPE_BYTES,
     REGION_ORDER,
@@ -53,6 +47,7 @@ from icehouse_server.storage.local.block_format.header import (
     BlockOutline,
     FileRegion,
     encode_head,
+    file_cipher_of,
     head_length,
     parse_head,
 )
@@ -96,7 +91,7 @@ def prepare_block(block: HostBlock, *, cipher: Cipher | None = None) -> Prepared
         # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
         offset = regions[-1].offset + regions[-1].size_bytes if regions else 0
         regions.append(_file_region(region, offset, checksum=0, tag=bytes(TAG_BYTES) if cipher else b""))
-    head, _ = _encode(block, regions, _new_file_cipher(block, cipher))
+    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher))
     return PreparedBlock(block, cipher, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
 
 
@@ -124,7 +119,7 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
             offset += size_bytes
         tag = encryptor.finish() if encryptor else b""
         regions.append(_file_region(region, begin, checksum=digest.intdigest(), tag=tag))
-    head, header_checksum = _encode(block, regions, file_cipher)
+    head, header_checksum = encode_head(block.header, regions, file_cipher)
     assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), "The file's size is another"
     files.write(descriptor, [head], offset=0)
     return BlockFile(
@@ -149,10 +144,7 @@ def read_head(files: Files, descriptor: int, *, cipher: Cipher | None = None) ->
     head_bytes = head_length(head, file_bytes=file_bytes)
     if head_bytes > len(head):
         head += _read_exactly(files, descriptor, head_bytes - len(head), offset=len(head))
-    head = head[:head_bytes]
-    if is_encrypted_header(head):
-        return parse_encrypted_header(head, file_bytes=file_bytes, cipher=cipher)
-    return parse_head(head, file_bytes=file_bytes)
+    return parse_head(head[:head_bytes], file_bytes=file_bytes, cipher=cipher)
 
 
 @contextlib.contextmanager
@@ -163,8 +155,7 @@ def open_block(
 
     Raises `BlockFileError`, and `OSError` where closing fails.
     """
-    with _opened_block(files, path) as descriptor:
-        file = _read_own_head(files, descriptor, path, cipher)
+    with _opened_block(files, path, cipher, is_own=True) as (descriptor, file):
         if file.header != planned.header:
             raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
         missing = planned.regions - {region.kind for region in file.regions}
@@ -178,8 +169,8 @@ def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | No
 
     Raises `BlockFileError` when the file holds another one or is damaged, `OSError` where closing fails.
     """
-    with _opened_block(files, path) as descriptor:
-        header = _read_own_head(files, descriptor, path, cipher).header
+    with _opened_block(files, path, cipher, is_own=True) as (_, file):
+        header = file.header
     if header is None or header.hash != name:
         raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
     return header
@@ -223,8 +214,7 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
 
     Raises `BlockFileError`.
     """
-    with _opened_block(files, path) as descriptor:
-        file = _read_head(files, descriptor, path, cipher)
+    with _opened_block(files, path, cipher) as (descriptor, file):
         scratch = _empty_bytes(GROUP_BYTES)
         for region in file.regions:
             parts = (
@@ -238,14 +228,6 @@ def _new_file_cipher(block: HostBlock, cipher: Cipher | None) -> FileCipher | No
     if cipher is None:
         return None
     return file_cipher_of(cipher, BlockOutline.of(block.header), salt=cipher.new_salt())
-
-
-def _encode(
-    block: HostBlock, regions: Sequence[FileRegion], file_cipher: FileCipher | None
-) -> tuple[bytes, int]:
-    if file_cipher is None:
-        return encode_head(block.header, regions)
-    return encode_encrypted_header(block.header, regions, file_cipher)
 
 
 def _file_region(region: HostRegion, offset: int, *, checksum: int, tag: bytes) -> FileRegion:
@@ -294,7 +276,11 @@ def _read_exactly(files: Files, descriptor: int, size_bytes: int, *, offset: int
 
 
 @contextlib.contextmanager
-def _opened_block(files: Files, path: str) -> Iterator[int]:
+def _opened_block(
+    files: Files, path: str, cipher: Cipher | None, *, is_own: bool = False
+) -> Iterator[tuple[int, BlockFile]]:
+    """Open a block file and yield its descriptor and facts. `is_own`: this server wrote it, so it is
+    encrypted if there is a key. Raises `BlockFileError`."""
     try:
         descriptor = files.open(path)
     except FileNotFoundError as error:
@@ -302,26 +288,15 @@ def _opened_block(files: Files, path: str) -> Iterator[int]:
     except OSError as error:
         raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
     try:
-        yield descriptor
+        try:
+            file = read_head(files, descriptor, cipher=cipher)
+        except OSError as error:
+            raise BlockFileError(_damage_of(error), f"{path} cannot be read: {error}") from error
+        if is_own and (file.cipher is None) != (cipher is None):
+            raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
+        yield descriptor, file
     finally:
         files.close(descriptor)
-
-
-def _read_own_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) -> BlockFile:
-    """Return the head of a block that this server wrote: with a key, it encrypted it."""
-    file = _read_head(files, descriptor, path, cipher)
-    if (file.cipher is None) != (cipher is None):
-        raise BlockFileError(
-            Damage.AUTH_TAG, f"{path} is not encrypted under the key in use, as it should be"
-        )
-    return file
-
-
-def _read_head(files: Files, descriptor: int, path: str, cipher: Cipher | None) -> BlockFile:
-    try:
-        return read_head(files, descriptor, cipher=cipher)
-    except OSError as error:
-        raise BlockFileError(_damage_of(error), f"{path} cannot be read: {error}") from error
 
 
 def _damage_of(error: OSError) -> Damage:

@@ -2,10 +2,17 @@
 
 Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes from a disk is
 trusted here: see `parse_head`.
+
+An encrypted block file stays a safetensors file: one opaque tensor of bytes per region. Its metadata holds
+the block's outline, the key's id, the file's salt, and for each region its position, the xxh3 of the
+encrypted bytes, and the tag. So without the key one can still weigh, list, check and evict blocks. `sealed`
+is the header as it would be in the clear (tokens, tensors), encrypted, with the outline as additional
+authenticated data. Outside and inside must agree, so no change goes unnoticed by those who have the key.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -27,9 +34,17 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.api import TensorShape
-from icehouse_server.storage.local.encryption.constants import FileCipher
+from icehouse_server.storage.local.encryption.constants import (
+    KEY_ID_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    Cipher,
+    FileCipher,
+)
 
-FORMAT = "icehouse.block"
+_FORMAT = "icehouse.block"
+_ENCRYPTED_FORMAT = "icehouse.block.sealed"
+_ENCRYPTED_START = b'","format":"icehouse.block.sealed",'
 _HEADER_LIMIT_BYTES = 8 << 20
 """No real header is longer: 512 layers of five tensors need a tenth of it."""
 _TOKEN_LIMIT = 1 << 40
@@ -38,7 +53,7 @@ _ALIGNMENT_BYTES = 8
 _METADATA_KEY = b'{"__metadata__":'
 _HEAD = _METADATA_KEY + b'{"header_xxh3":"'
 _ZEROS = b"0" * 16
-CHECKSUM_OFFSET = 8 + len(_HEAD)
+_CHECKSUM_OFFSET = 8 + len(_HEAD)
 
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8"), 1),
@@ -113,9 +128,37 @@ class BlockFile:
         return sum(region.size_bytes for region in self.regions if region.kind is kind)
 
 
-def encode_head(header: BlockHeader, regions: Sequence[FileRegion]) -> tuple[bytes, int]:
-    """Return the head's bytes and its checksum."""
+def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes) -> FileCipher:
+    """Return the encryption of one file, with every part of it bound to the public facts."""
+    facts = json.dumps(_public(outline, key_id=cipher.key_id, salt=salt), separators=(",", ":"))
+    return cipher.file(salt=salt, facts=facts.encode())
+
+
+def encode_head(
+    header: BlockHeader, regions: Sequence[FileRegion], cipher: FileCipher | None = None
+) -> tuple[bytes, int]:
+    """Return the head's bytes and its checksum; encrypted with a cipher."""
     begin = regions[0].offset if regions else 0
+    head, checksum = _encode_clear(header, regions, begin=begin)
+    if cipher is None:
+        return head, checksum
+    metadata = {
+        **_public(BlockOutline.of(header), key_id=cipher.key_id, salt=cipher.salt),
+        "regions": regions_to_json(regions, begin=begin),
+        "sealed": base64.b64encode(cipher.encrypt_header(head)).decode(),
+    }
+    tensors = {
+        str(region.kind): {
+            "dtype": "U8",
+            "shape": (region.size_bytes,),
+            "data_offsets": (region.offset - begin, region.offset - begin + region.size_bytes),
+        }
+        for region in regions
+    }
+    return assemble_head(metadata, tensors)
+
+
+def _encode_clear(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int) -> tuple[bytes, int]:
     tensors = {}
     for region in regions:
         offset = region.offset - begin
@@ -127,7 +170,7 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion]) -> tuple[byt
             }
             offset += tensor.size_bytes
     metadata = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "layout_abi": str(LAYOUT_ABI),
         "hash": header.hash.hex(),
         "parent": header.parent.hex(),
@@ -141,16 +184,31 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion]) -> tuple[byt
     return assemble_head(metadata, tensors)
 
 
+def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, str]:
+    return {
+        "format": _ENCRYPTED_FORMAT,
+        "layout_abi": str(LAYOUT_ABI),
+        "hash": outline.hash.hex(),
+        "parent": outline.parent.hex(),
+        "fingerprint": outline.fingerprint.hex(),
+        "start_token_index": str(outline.start_token_index),
+        "token_count": str(outline.token_count),
+        "block_token_limit": str(outline.block_token_limit),
+        "key": key_id.hex(),
+        "salt": salt.hex(),
+    }
+
+
 def assemble_head(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> tuple[bytes, int]:
     """Return a head that begins with its checksum, and the checksum."""
     text = {"__metadata__": {"header_xxh3": _ZEROS.decode(), **metadata}, **tensors}
     body = json.dumps(text, separators=(",", ":")).encode()
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     head = len(body).to_bytes(8, "little") + body
-    assert head[8:CHECKSUM_OFFSET] == _HEAD, "The checksum's position moved"
+    assert head[8:_CHECKSUM_OFFSET] == _HEAD, "The checksum's position moved"
     assert len(head) <= _HEADER_LIMIT_BYTES, f"Header of {len(head)} bytes exceeds {_HEADER_LIMIT_BYTES}"
     checksum = xxhash.xxh3_64_intdigest(head)
-    return head[:CHECKSUM_OFFSET] + b"%016x" % checksum + head[CHECKSUM_OFFSET + 16 :], checksum
+    return head[:_CHECKSUM_OFFSET] + b"%016x" % checksum + head[_CHECKSUM_OFFSET + 16 :], checksum
 
 
 def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
@@ -168,24 +226,50 @@ def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
     return json.dumps(items, separators=(",", ":"))
 
 
-def parse_head(
-    head: bytes, *, file_bytes: int, data_offset: int | None = None, name_secret: bytes = b""
-) -> BlockFile:
-    """Return the facts in a file's head (length and JSON), or raise `BlockFileError`.
+def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) -> BlockFile:
+    """Return the facts in a file's head (length and JSON), those encrypted too when `cipher` has its key.
 
-    Nothing in `head` is trusted: every number is bounded by the file's real size, and the tensors must fill
-    the file exactly, in region order, without gap or overlap. `data_offset` is where the first region begins,
-    by default right behind this head.
+    Raises `BlockFileError`. Nothing in `head` is trusted: every number is bounded by the file's real size,
+    and the tensors must fill the file exactly, in region order, without gap or overlap.
     """
-    data_offset = len(head) if data_offset is None else data_offset
-    checksum = check_head(head, file_bytes=file_bytes)
-    with parsing_errors():
+    if not head.startswith(_ENCRYPTED_START, _CHECKSUM_OFFSET + 16):
+        return _parse_clear(head, file_bytes=file_bytes, data_offset=len(head), name_secret=b"")
+    checksum = _check_head(head, file_bytes=file_bytes)
+    with _parsing_errors():
+        metadata = json.loads(head[8:])["__metadata__"]
+        _check_abi(metadata)
+        outline = _parse_outline(metadata, token_count=int(metadata["token_count"]))
+        key_id = _parse_bytes(metadata["key"], size_bytes=KEY_ID_BYTES)
+        salt = _parse_bytes(metadata["salt"], size_bytes=SALT_BYTES)
+        regions = _parse_regions(metadata["regions"], data_offset=len(head))
+        if any(len(region.tag) != TAG_BYTES for region in regions):
+            raise ValueError("a tag has the wrong length")
+        encrypted = base64.b64decode(metadata["sealed"], validate=True)
+    _check_end(regions, data_offset=len(head), file_bytes=file_bytes)
+    outside = BlockFile(outline, None, regions, file_bytes, checksum, key_id)
+    if cipher is None or cipher.key_id != key_id:
+        return outside
+    file_cipher = file_cipher_of(cipher, outline, salt=salt)
+    text = file_cipher.decrypt_header(encrypted)
+    if text is None:
+        raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
+    inside = _parse_clear(text, file_bytes=file_bytes, data_offset=len(head), name_secret=cipher.name_secret)
+    bare = tuple(dataclasses.replace(region, tensors=()) for region in inside.regions)
+    if (inside.outline, bare) != (outline, regions):
+        raise BlockFileError(Damage.AUTH_TAG, "The public and the encrypted part of the header differ")
+    return dataclasses.replace(outside, header=inside.header, regions=inside.regions, cipher=file_cipher)
+
+
+def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret: bytes) -> BlockFile:
+    """Return the facts in a head in the clear; the first region of its file begins at `data_offset`."""
+    checksum = _check_head(head, file_bytes=file_bytes)
+    with _parsing_errors():
         metadata, tensors = _split(head)
-        if metadata["format"] != FORMAT:
-            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
-        check_abi(metadata)
+        if metadata["format"] != _FORMAT:
+            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
+        _check_abi(metadata)
         token_ids = unpack_tokens(bytes.fromhex(metadata["token_ids"]))
-        outline = parse_outline(metadata, token_count=len(token_ids))
+        outline = _parse_outline(metadata, token_count=len(token_ids))
         header = BlockHeader(
             hash=outline.hash,
             parent=outline.parent,
@@ -195,9 +279,9 @@ def parse_head(
             block_token_limit=outline.block_token_limit,
             extra=bytes.fromhex(metadata["extra"]),
         )
-        regions = parse_regions(metadata["regions"], data_offset=data_offset)
+        regions = _parse_regions(metadata["regions"], data_offset=data_offset)
         regions = _with_tensors(regions, tensors, data_offset=data_offset)
-    check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
+    _check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
     expected = block_hash(
         parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
     )
@@ -207,7 +291,7 @@ def parse_head(
 
 
 @contextlib.contextmanager
-def parsing_errors() -> Iterator[None]:
+def _parsing_errors() -> Iterator[None]:
     """Raise `BlockFileError` for whatever parsing a damaged header may raise."""
     try:
         yield
@@ -227,36 +311,36 @@ def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
     return head_bytes
 
 
-def check_head(head: bytes, *, file_bytes: int) -> int:
+def _check_head(head: bytes, *, file_bytes: int) -> int:
     """Return the header's checksum after checking it and the length."""
     if len(head) != head_length(head, file_bytes=file_bytes):
         raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
-    if head[8:CHECKSUM_OFFSET] != _HEAD:
+    if head[8:_CHECKSUM_OFFSET] != _HEAD:
         raise BlockFileError(Damage.HEADER, "Header does not begin as a block file's")
-    stored = head[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 16]
-    checksum = xxhash.xxh3_64_intdigest(head[:CHECKSUM_OFFSET] + _ZEROS + head[CHECKSUM_OFFSET + 16 :])
+    stored = head[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16]
+    checksum = xxhash.xxh3_64_intdigest(head[:_CHECKSUM_OFFSET] + _ZEROS + head[_CHECKSUM_OFFSET + 16 :])
     if stored != b"%016x" % checksum:
         raise BlockFileError(Damage.HEADER, f"Header checksum is {checksum:016x}, the file says {stored!r}")
     return checksum
 
 
-def check_abi(metadata: Mapping[str, str]) -> None:
+def _check_abi(metadata: Mapping[str, str]) -> None:
     """Raise `BlockFileError` for a file of another layout."""
     if metadata["layout_abi"] != str(LAYOUT_ABI):
         raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
 
 
-def check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
+def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
     """Raise `BlockFileError` for a file that does not end where its last region does."""
     end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
 
 
-def parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutline:
+def _parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutline:
     """Return a block's outline. Raises ValueError for a block that no prompt could have: the manifest's
     columns could not hold its numbers."""
-    digests = [parse_bytes(metadata[key], size_bytes=32) for key in ("hash", "parent", "fingerprint")]
+    digests = [_parse_bytes(metadata[key], size_bytes=32) for key in ("hash", "parent", "fingerprint")]
     start, limit = int(metadata["start_token_index"]), int(metadata["block_token_limit"])
     if not (0 < token_count <= limit <= _TOKEN_LIMIT and 0 <= start <= _TOKEN_LIMIT):
         raise ValueError(f"{token_count} of {limit} tokens at {start} cannot be a block")
@@ -265,7 +349,7 @@ def parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutl
     )
 
 
-def parse_bytes(text: str, *, size_bytes: int) -> bytes:
+def _parse_bytes(text: str, *, size_bytes: int) -> bytes:
     """Return so many bytes from hexadecimal text, or raise ValueError."""
     data = bytes.fromhex(text)
     if len(data) != size_bytes:
@@ -273,7 +357,7 @@ def parse_bytes(text: str, *, size_bytes: int) -> bytes:
     return data
 
 
-def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
+def _parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
     """Return regions, in order and without a gap, without their tensors. Raises what damaged text does."""
     regions: list[FileRegion] = []
     offset = data_offset

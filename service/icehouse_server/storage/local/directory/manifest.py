@@ -45,8 +45,6 @@ _OPENING_LIMIT_STEPS = 10_000_000
 _COUNT_LIMIT = 1 << 62
 """No real count is larger. Sums with a count below this still fit SQLite's integers."""
 _RELATIVE = StorePaths("")
-_CHUNK = 500
-"""Hashes per statement; SQLite's oldest limit on variables is 999."""
 
 
 class Manifest:
@@ -184,11 +182,10 @@ class Manifest:
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """Delete rows; hashes without a row are passed over."""
         with self._database.atomic():
-            for start in range(0, len(hashes), _CHUNK):
-                chunk = hashes[start : start + _CHUNK]
-                marks = ",".join("?" * len(chunk))
-                self._connection.execute(f"DELETE FROM block_contents WHERE hash IN ({marks})", chunk)
-                self._connection.execute(f"DELETE FROM blocks WHERE hash IN ({marks})", chunk)
+            for table in ("block_contents", "blocks"):
+                self._connection.executemany(
+                    f"DELETE FROM {table} WHERE hash = ?", [(name,) for name in hashes]
+                )
 
     def touch(self, uses: Mapping[BlockHash, tuple[float, int]]) -> None:
         """Record the last use (wall clock) and the further hits of many blocks in one transaction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import NamedTuple
 
@@ -53,12 +54,7 @@ class BlockRecord(NamedTuple):
 
     def region_bytes(self, kind: RegionKind) -> int:
         """Return the bytes of the region of this kind; 0 when the block has none."""
-        sizes = {
-            RegionKind.KV: self.kv_bytes,
-            RegionKind.WINDOW: self.window_bytes,
-            RegionKind.CHECKPOINT: self.checkpoint_bytes,
-        }
-        return sizes[kind]
+        return int(getattr(self, f"{kind}_bytes"))
 
     def used_by_now(self, now_time: float) -> BlockRecord:
         """Return this with no use in the future: a clock that was wrong once must not retain it for ever."""
@@ -89,14 +85,8 @@ class BlockRecord(NamedTuple):
 
 def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -> BlockRecord:
     """Return the record of a file as it is committed or adopted."""
-    outline = file.outline
     return BlockRecord(
-        hash=outline.hash,
-        parent=outline.parent,
-        fingerprint=outline.fingerprint,
-        start_token_index=outline.start_token_index,
-        token_count=outline.token_count,
-        block_token_limit=outline.block_token_limit,
+        **dataclasses.asdict(file.outline),
         kv_bytes=file.region_bytes(RegionKind.KV),
         window_bytes=file.region_bytes(RegionKind.WINDOW),
         checkpoint_bytes=file.region_bytes(RegionKind.CHECKPOINT),

@@ -12,12 +12,13 @@ import xxhash
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind, pack_tokens
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import prepare_block, verify_block, write_block
-from icehouse_server.storage.local.block_format.encrypted_header import (
-    encode_encrypted_header,
+from icehouse_server.storage.local.block_format.header import (
+    BlockFile,
+    BlockFileError,
+    BlockOutline,
+    encode_head,
     file_cipher_of,
-    is_encrypted_header,
 )
-from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError, BlockOutline
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 from tests.fixtures.storage.blocks import make_block
@@ -53,12 +54,12 @@ def test_in_the_clear_everything_is_there(tmp_path: Path) -> None:
     text = (tmp_path / "clear").read_bytes()
     packed, hexed, *rest = secrets_of(block)
     assert all(secret in text for secret in (hexed, *rest)) and packed not in text
-    assert not is_encrypted_header(text)
+    assert b"icehouse.block.sealed" not in text
 
 
 def test_nothing_of_a_prompt_can_be_read(path: Path) -> None:
     text = path.read_bytes()
-    assert is_encrypted_header(text)
+    assert b"icehouse.block.sealed" in text
     assert not [secret for secret in secrets_of(BLOCK) if secret in text]
 
 
@@ -182,7 +183,7 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
     checksum = xxhash.xxh3_64_intdigest(text[region.offset : region.offset + region.size_bytes])
     regions = (dataclasses.replace(region, checksum=checksum), *file.regions[1:])
     assert file.cipher is not None
-    head, _ = encode_encrypted_header(BLOCK.header, regions, file.cipher)
+    head, _ = encode_head(BLOCK.header, regions, file.cipher)
     path.write_bytes(head + text[region.offset :])
     assert damage_of(path) is Damage.AUTH_TAG
 
