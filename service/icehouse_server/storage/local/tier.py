@@ -7,6 +7,7 @@ that finds its queue full returns so and changes nothing.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import queue
 import threading
@@ -16,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, HostBlock
+from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.errors import StartError
@@ -24,6 +25,7 @@ from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     STALL_LIMIT_S,
     AnyTicket,
+    Failure,
     KvTarget,
     Loaded,
     Names,
@@ -36,17 +38,21 @@ from icehouse_server.storage.api import (
     Verified,
 )
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import verify_block
+from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
 from icehouse_server.storage.local.storage_loop import Call, StorageLoop
-from icehouse_server.storage.local.tasks import list_all, purge, verify
+from icehouse_server.storage.local.storage_stats import note_damage
 from icehouse_server.storage.storage_settings import StorageSettings
 
 _log = logging.getLogger(__name__)
 
+_PURGE_BATCH_COUNT = 64
 _Result = TypeVar("_Result")
 _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is retried."""
@@ -184,13 +190,13 @@ class LocalTier:
         return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:
-        return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
+        return self._order(lambda ticket: self._loop.begin(ticket, _purge(self._store, blocks)))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self._check(verify(self._store, blocks))
+        return self._check(_verify(self._store, blocks))
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        return self._check(list_all(self._store, block_limit))
+        return self._check(_list_all(self._store, block_limit))
 
     def stats(self) -> Ticket[CacheStats] | None:
         return self._order(self._loop.count)
@@ -269,3 +275,72 @@ class LocalTier:
                 self._has_failed = True
                 self._post(StorageFailed(f"{type(error).__name__}: {error}"))
             self._readers.stop()
+
+
+# Orders that may take long, done piece by piece. Each is a generator that returns its result.
+
+
+def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
+    """Remove blocks in batches, pinned ones too: an order outranks a pin."""
+    stored = [name for name in names if name in store.index]
+    block_count = size_bytes = 0
+    for start in range(0, len(stored), _PURGE_BATCH_COUNT):
+        if start:
+            yield
+        # Looked up now: what was replaced meanwhile is removed too, what is gone is gone.
+        records = map(store.index.get, stored[start : start + _PURGE_BATCH_COUNT])
+        batch = [record for record in records if record is not None]
+        store.remove(batch)
+        store.tier.purged_block_total += len(batch)
+        block_count += len(batch)
+        size_bytes += sum(record.file_bytes for record in batch)
+    return Purged(block_count, size_bytes)
+
+
+def _verify(store: BlockStore, names: Names | None) -> Generator[None, None, Verified]:
+    """Read and hash one file at a time and compare it with its row; None: all of them."""
+    wanted = [record.hash for record in store.index] if names is None else list(names)
+    checked_count = checked_bytes = 0
+    damaged: list[Failure] = []
+    for number, name in enumerate(wanted):
+        if number:
+            yield
+        record = store.index.get(name)
+        if record is None:
+            continue  # it was evicted meanwhile
+        store.last_verified = name
+        failure = _verify_block(store, record)
+        if failure is not None and failure.cause is Damage.MEMORY:
+            continue  # the file may be whole
+        checked_count += 1
+        checked_bytes += record.file_bytes
+        store.integrity.verified_block_total += 1
+        if failure is not None:
+            damaged.append(failure)
+            note_damage(store.integrity, failure)
+            store.retire(failure)
+    return Verified(checked_count, checked_bytes, tuple(damaged))
+
+
+def _list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names]:
+    """Return the stored names in the order of hashes, beginning behind the last one verified. One piece."""
+    yield from ()
+    hashes = sorted(record.hash for record in store.index)
+    start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
+    return tuple([*hashes[start:], *hashes[:start]][: block_limit or None])
+
+
+def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
+    """Return what is wrong with a stored block."""
+    path = store.paths.block(record.fingerprint, record.hash)
+    try:
+        file = verify_block(store.files, path, cipher=store.cipher)
+        if not record.is_of(file):
+            # If it was replaced and its row could not be written, the row is written now.
+            store.check_rows([record.hash])
+            record = store.index.get(record.hash) or record
+        if not (record.is_of(file) and store.manifest.holds(file)):
+            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
+    except BlockFileError as error:
+        return Failure(error.damage, str(error), record.hash)
+    return None

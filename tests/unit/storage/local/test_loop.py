@@ -17,7 +17,7 @@ from icehouse_server.storage.api import (
     Purged,
     Verified,
 )
-from icehouse_server.storage.local.tasks import purge
+from icehouse_server.storage.local.tier import _purge
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -95,7 +95,7 @@ def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.
         index = served.storage._store.index
         get = index.get
         monkeypatch.setattr(index, "get", lambda name: looked.update([name]) or get(name))
-        pieces = list(purge(served.storage._store, tuple(block.header.hash for block in stored)))
+        pieces = list(_purge(served.storage._store, tuple(block.header.hash for block in stored)))
         assert len(pieces) == 3 and len(index) == 0
         assert set(looked.values()) == {1} and len(looked) == len(stored)
 
