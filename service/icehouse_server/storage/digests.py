@@ -14,8 +14,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from icehouse_server.clock import Clock
-from icehouse_server.storage.files import Files, in_time, opened, read_text, write_anew
-from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.files import Files, in_time, opened, read_text, replace_file
+from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +75,8 @@ class DigestBook:
             self._is_changed = False
 
     def _replace(self, text: bytes) -> None:
-        partial = self._paths.digests + PARTIAL_SUFFIX
         self._files.make_dir(self._paths.root)
-        write_anew(self._files, partial, text, is_durable=True)
-        self._files.rename(partial, self._paths.digests)
+        replace_file(self._files, self._paths.digests, text)
 
     def _load(self) -> None:
         try:

@@ -23,6 +23,8 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import Any, TypeVar
 
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
+
 _log = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
@@ -229,7 +231,7 @@ class Files:
 
     @contextlib.contextmanager
     def _folder_of(self, path: str) -> Iterator[tuple[int | None, str]]:
-        """Yield the open folder that a path lies in, and its name there; no folder where nobody guards it."""
+        """Yield the open folder of a path, and the name in it; no folder if the path is not guarded."""
         folder, _, name = path.rpartition("/")
         if self._root_of(folder) is None:
             yield None, path
@@ -239,7 +241,7 @@ class Files:
 
     @contextlib.contextmanager
     def _opened_folder(self, path: str) -> Iterator[int]:
-        """Yield a folder, opened by way of each guarded one above it."""
+        """Yield a folder, opened through each guarded one above it."""
         root = self._root_of(path)
         descriptor = os.open(path if root is None else self._roots[root], _FOLDER_FLAGS)
         try:
@@ -256,9 +258,9 @@ class Files:
 
 
 def distrust(info: FileInfo, *, is_folder: bool, may_have_links: bool = False) -> str:
-    """Return what is wrong with a folder, or with a file that is written in place; "" when it is ours alone.
+    """Return what is wrong with a folder or file; "" when nobody else can change it.
 
-    A file that is only read may have other hard links.
+    `may_have_links`: a file that is only read may have other hard links.
     """
     if info.is_link:
         return "is a link, which could lead to any file; remove it"
@@ -309,7 +311,7 @@ def exists(files: Files, path: str) -> bool:
 
 
 def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False) -> None:
-    """Write a file in the place of what has its name; durable once the folder is synced, too."""
+    """Write a file after removing what has its name; durable once the folder is synced, too."""
     remove(files, path)
     descriptor = files.create(path)
     try:
@@ -318,6 +320,13 @@ def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False
             files.fsync(descriptor)
     finally:
         files.close(descriptor)
+
+
+def replace_file(files: Files, path: str, data: bytes) -> None:
+    """Replace a file in one step; durable once the folder is synced."""
+    partial = path + PARTIAL_SUFFIX
+    write_anew(files, partial, data, is_durable=True)
+    files.rename(partial, path)
 
 
 def read_text(files: Files, path: str, *, limit_bytes: int) -> str:

@@ -256,7 +256,7 @@ class StorageLoop:
         now = self._clock.monotonic()
         if now - self._upkeep_time >= _UPKEEP_S:
             self._upkeep_time = now
-            self._store.keep_up()
+            self._store.maintain()
         # After a clean start, look at a few files until all have been looked at.
         hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
         for block_hash in self._store.check_rows(hashes):

@@ -16,9 +16,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from icehouse_server.storage.files import Files, exists, read_text, write_anew
+from icehouse_server.storage.files import Files, exists, read_text, replace_file
 from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, unwrap_key, wrap_key
-from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master
 
 def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, bytes]]:
     """Return the data keys that the master key opens, each with what it was wrapped as."""
-    found = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
-    return [(data_key, item) for data_key, item in found if data_key is not None]
+    keys = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
+    return [(data_key, item) for data_key, item in keys if data_key is not None]
 
 
 def _read(files: Files, paths: StorePaths) -> list[bytes]:
@@ -127,9 +127,7 @@ def _parse(text: str) -> list[bytes] | None:
 
 
 def _write(files: Files, paths: StorePaths, wrapped: Sequence[bytes]) -> None:
-    """Replace the file in one step, durably: blocks are written under its newest key from now on."""
+    """Replace the file durably: blocks are written under its newest key from now on."""
     text = json.dumps({"format": _FORMAT, "wrapped": [item.hex() for item in wrapped[-_LIMIT_COUNT:]]})
-    partial = paths.data_keys + PARTIAL_SUFFIX
-    write_anew(files, partial, text.encode(), is_durable=True)
-    files.rename(partial, paths.data_keys)
+    replace_file(files, paths.data_keys, text.encode())
     files.fsync_dir(paths.root)

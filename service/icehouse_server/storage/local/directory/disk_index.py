@@ -20,8 +20,8 @@ from icehouse_server.storage.local.directory.record import BlockRecord
 
 _STALE_LIMIT = 64
 """Stale entries for which the heap is not rebuilt."""
-_SAMPLE_LIMIT = 16_384
-"""Blocks whose ages are looked at; more would keep the storage thread busy for milliseconds."""
+_SAMPLE_LIMIT = 8192
+"""Blocks whose ages are sorted for percentiles; more would take this thread too long."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -61,7 +61,7 @@ class Verdict:
 
 
 class PurgeScope(enum.Enum):
-    """What goes beside the blocks that were chosen by their rows."""
+    """What is removed beside the blocks that were chosen by their rows."""
 
     CHOSEN = enum.auto()
     """Nothing."""
@@ -93,14 +93,14 @@ class OfflineStore:
 
     def find(self, prefix: str) -> BlockRecord:
         """Return the one block whose hash begins so (hexadecimal). Raises `NotFound`."""
-        found = [record for record in self.rows().records if record.hash.hex().startswith(prefix.lower())]
-        if len(found) != 1:
+        matches = [record for record in self.rows().records if record.hash.hex().startswith(prefix.lower())]
+        if len(matches) != 1:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
-                f"{len(found)} blocks begin with {prefix!r}; give a hash, or enough of one, from `cache ls`",
-                metadata={"prefix": prefix, "count": len(found)},
+                f"{len(matches)} blocks begin with {prefix!r}; give a hash, or enough of one, from `cache ls`",
+                metadata={"prefix": prefix, "count": len(matches)},
             )
-        return found[0]
+        return matches[0]
 
     def inspect(self, record: BlockRecord) -> BlockFile:
         """Return what a block's file says about itself. Raises `StorageError`."""
@@ -128,11 +128,11 @@ class OfflineStore:
             progress=progress,
         )
         try:
-            # The bulky facts of each file are not needed to show what was found.
-            found = [dataclasses.replace(item, file=None) for item in scan]
+            # The bulky facts of each file are not needed to show its finding.
+            items = [dataclasses.replace(item, file=None) for item in scan]
         except OSError as error:
             raise self._unusable(error) from error
-        return found, scan.file_count
+        return items, scan.file_count
 
     def verify(self, records: Sequence[BlockRecord]) -> Iterator[Verdict]:
         """Read and hash blocks one by one. Raises `StorageError`."""

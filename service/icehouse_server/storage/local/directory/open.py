@@ -53,7 +53,7 @@ def open_store(
         now_time = clock.wall()
         scan = Scan(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
         if any(record.last_used_time > now_time for record in rows[-1:]):
-            # They come in the order of their use, so the last one tells.
+            # They are in the order of their use, so the last one decides.
             manifest.forget_future(now_time)
         is_clean = is_clean and not edited and not is_rebuilt
         records = rows
@@ -136,7 +136,7 @@ def _changed_code(
 def _load_manifest(
     files: Files, paths: StorePaths, *, check_pages: bool
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
-    """Return the open manifest, its rows and edited rows, and whether it was made anew beside blocks."""
+    """Return the open manifest, its rows and edited rows, and whether it was rebuilt beside blocks."""
     existed = create_private(files, paths)
     try:
         manifest = Manifest.open(paths.manifest)

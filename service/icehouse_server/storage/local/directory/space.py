@@ -6,7 +6,6 @@ partials, quarantine and the manifest.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 
@@ -88,18 +87,11 @@ class Leftovers:
 
     def remove(self, path: str) -> None:
         """Remove a file, or remember it if that fails."""
-        self.sizes.pop(path, None)
         try:
             remove(self._files, path)
+            self.sizes.pop(path, None)
         except OSError:
-            # What cannot even be looked at may still be there.
-            with contextlib.suppress(OSError):
-                size_bytes = size_at(self._files, path)
-                if size_bytes is None:
-                    return
-                self.sizes[path] = size_bytes
-                return
-            self.sizes[path] = 0
+            self.sizes[path] = size_at(self._files, path) or 0
 
     def retry(self) -> None:
         """Try to remove each of them once more."""

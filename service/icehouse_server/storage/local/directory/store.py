@@ -164,7 +164,7 @@ class BlockStore:
         if self._manifest is None:
             return False
         try:
-            self.keep_up()
+            self.maintain()
             self._manifest.close()
             self._manifest = None
             if not (self._leftovers.sizes or self._unknown_bytes):
@@ -367,13 +367,13 @@ class BlockStore:
         return differing
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Note a use of each stored block; written to the manifest by `keep_up`."""
+        """Note a use of each stored block; written to the manifest by `maintain`."""
         now_time = self.clock.wall()
         for block_hash in hashes:
             if self.index.touch(block_hash, now_time=now_time):
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
-    def keep_up(self) -> None:
+    def maintain(self) -> None:
         """Write the noted uses in one transaction, and try again to remove leftovers.
 
         Raises `OSError` when the lock's file was removed: another process may take the directory then.

@@ -175,6 +175,6 @@ def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_writ
     assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
     assert files.failed_count == 2 and len(store.index) == 1
     assert store.space.leftover_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
-    store.keep_up()
+    store.maintain()
     assert store.space.leftover_bytes == 0
     assert not os.listdir(tmp_path / "quarantine") and not (tmp_path / "manifest.damaged.sqlite3").exists()
