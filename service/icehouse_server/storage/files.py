@@ -337,12 +337,11 @@ def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
     return buffer[:got].decode("utf-8", errors="replace")
 
 
-def in_time(action: Callable[[], Result], *, timeout_s: float | None = None) -> Result:
+def in_time(action: Callable[[], Result]) -> Result:
     """Do something on a disk that may hang; return or raise what `action` does, or `TimeoutError`.
 
     Nothing can end a thread that waits for a disk: it goes on, and its result is dropped.
     """
-    limit_s = TIME_LIMIT_S if timeout_s is None else timeout_s
     ended: Future[Result] = Future()
 
     def run() -> None:
@@ -353,11 +352,11 @@ def in_time(action: Callable[[], Result], *, timeout_s: float | None = None) -> 
 
     threading.Thread(target=run, name="disk-action", daemon=True).start()
     try:
-        return ended.result(limit_s)
+        return ended.result(TIME_LIMIT_S)
     except TimeoutError as error:
         if ended.done():
             raise
-        raise TimeoutError(f"the disk does not answer for {limit_s:g} s") from error
+        raise TimeoutError(f"the disk does not answer for {TIME_LIMIT_S:g} s") from error
 
 
 def _info(name: str, info: os.stat_result) -> FileInfo:

@@ -16,7 +16,7 @@ from icehouse_server.storage.local.directory.store import BlockStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.load.live_server import request
 
 OPTIONS: tuple[str, ...] = (

@@ -97,7 +97,7 @@ class OfflineStore:
         if len(matches) != 1:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
-                f"{len(matches)} blocks begin with {prefix!r}; give a hash, or enough of one, from `cache ls`",
+                f"{len(matches)} blocks begin with {prefix!r}; give a hash, or more of it, from `cache ls`",
                 metadata={"prefix": prefix, "count": len(matches)},
             )
         return matches[0]

@@ -12,8 +12,8 @@ from icehouse_server.storage.local.directory.offline import OfflineStore
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
 from tests.system.cache.test_reuse import prompt
-from tests.system.crash.load import EventTrigger, Reference, Seen, ask
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
+from tests.system.crash.generate_load import EventTrigger, Reference, Seen, ask
 
 _BLOCK = 16
 _OPTIONS = ("--block-token-count", str(_BLOCK), "--min-prefix-token-count", "0", "--no-restore-or-recompute")
