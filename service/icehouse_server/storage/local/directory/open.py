@@ -51,10 +51,11 @@ def open_store(
     manifest, rows, edited, is_rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
     try:
         now_time = clock.wall()
-        scan = Scan(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
-        if any(record.last_used_time > now_time for record in rows[-1:]):
-            # They are in the order of their use, so the last one decides.
+        # They are in the order of their use, so the last one decides.
+        if rows and rows[-1].last_used_time > now_time:
             manifest.forget_future(now_time)
+            rows = [row.used_by_now(now_time) for row in rows]
+        scan = Scan(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
         is_clean = is_clean and not edited and not is_rebuilt
         records = rows
         if not is_clean:

@@ -58,9 +58,9 @@ class BlockRecord(NamedTuple):
 
     def used_by_now(self, now_time: float) -> BlockRecord:
         """Return this with no use in the future: a clock that was wrong once must not retain it for ever."""
-        if self.last_used_time <= now_time:
-            return self
-        return self._replace(last_used_time=now_time, created_time=min(self.created_time, now_time))
+        return self._replace(
+            last_used_time=min(self.last_used_time, now_time), created_time=min(self.created_time, now_time)
+        )
 
     def with_history_of(self, other: BlockRecord) -> BlockRecord:
         """Return these facts with another record's history."""

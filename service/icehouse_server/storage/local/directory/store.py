@@ -145,8 +145,7 @@ class BlockStore:
         )
         self._manifest = opened.manifest
         self.report = opened.report
-        now_time = self.clock.wall()
-        self.index = DiskIndex(record.used_by_now(now_time) for record in opened.records)
+        self.index = DiskIndex(opened.records)
         self._leftovers.sizes.clear()
         self._unrecorded.clear()
         self.quarantine.sizes = opened.quarantined
