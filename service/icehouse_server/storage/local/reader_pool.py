@@ -134,7 +134,9 @@ class ReadReport:
 class ReadJob:
     """A load, or a request for headers, with the readers. The engine may abandon it at any time."""
 
-    def __init__(self, *, now: float) -> None:
+    def __init__(self, *, now: float, names: Names = ()) -> None:
+        self.names = names
+        """Of the headers."""
         self.ticket: Ticket[Any] = Ticket()
         self.progress_time = now
         """When it was queued, or a reader last made progress with it (`Clock.monotonic`)."""
@@ -153,14 +155,6 @@ class ReadJob:
         """Stop waiting for it; True when no reader has begun, so that none will."""
         self.is_abandoned = True
         return self._first.acquire(blocking=False)
-
-
-class HeaderJob(ReadJob):
-    """A request for headers."""
-
-    def __init__(self, names: Names, *, now: float) -> None:
-        super().__init__(now=now)
-        self.names = names
 
 
 class LoadJob(ReadJob):
@@ -226,7 +220,7 @@ class ReaderPool:
 
     def submit_headers(self, names: Names) -> Ticket[tuple[BlockHeader, ...]]:
         """Queue a request for headers; the caller bounds the queue."""
-        return self._submit(HeaderJob(names, now=self._clock.monotonic()))
+        return self._submit(ReadJob(names=names, now=self._clock.monotonic()))
 
     def _submit(self, job: ReadJob) -> Ticket[Any]:
         self._jobs[job.ticket] = job
@@ -300,10 +294,10 @@ class ReaderPool:
 
     def _read(self, work: _Work) -> None:
         job, index = work
-        if isinstance(job, HeaderJob):
-            self._read_headers(job)
-        elif isinstance(job, LoadJob):
+        if isinstance(job, LoadJob):
             self._read_block(job, index)
+        else:
+            self._read_headers(job)
 
     def _note_progress(self, job: ReadJob, *, pause_s: float = 0.0) -> None:
         """Note that a reader made progress; a pause that it makes for others is no silence of the disk."""
@@ -318,7 +312,7 @@ class ReaderPool:
         self._jobs.pop(job.ticket, None)
         self._report(report)
 
-    def _read_headers(self, job: HeaderJob) -> None:
+    def _read_headers(self, job: ReadJob) -> None:
         """Answer with the headers that are sound; damage is found when the others are loaded."""
         headers = []
         for name in job.names:

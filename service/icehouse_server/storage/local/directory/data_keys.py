@@ -68,7 +68,7 @@ def restore_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
 
 def find_key(files: Files, paths: StorePaths, *, master_key: bytes) -> bytes | None:
     """Return the data key that the master key opens, or None. Changes nothing and needs no lock."""
-    mine = _opened(_parse(_text(files, paths)) or [], master_key)
+    mine = _opened(_stored(files, paths) or [], master_key)
     return mine[-1][0] if mine else None
 
 
@@ -92,8 +92,7 @@ def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, by
 
 
 def _read(files: Files, paths: StorePaths) -> list[bytes]:
-    text = _text(files, paths)
-    wrapped = _parse(text)
+    wrapped = _stored(files, paths)
     if wrapped is None:
         # Without its wrapped key a block cannot be opened, but somebody may repair the file by hand. Each
         # file moved aside before may hold what no other does.
@@ -107,14 +106,10 @@ def _read(files: Files, paths: StorePaths) -> list[bytes]:
     return wrapped
 
 
-def _text(files: Files, paths: StorePaths) -> str:
-    if not exists(files, paths.data_keys):
-        return ""
-    return read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES)
-
-
-def _parse(text: str) -> list[bytes] | None:
-    """Return the wrapped keys, oldest first; None when the text is not what was written."""
+def _stored(files: Files, paths: StorePaths) -> list[bytes] | None:
+    """Return the wrapped keys, oldest first; None when the file is not what was written."""
+    is_there = exists(files, paths.data_keys)
+    text = read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES) if is_there else ""
     if not text:
         return []
     try:
